@@ -1,0 +1,43 @@
+//! Name, dtype and shape of one tensor.
+
+/// Element type of a weight tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum DType {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16: the upper half of an f32.
+    Bf16,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub fn size(self) -> usize {
+        match self {
+            DType::F32 => 4,
+            DType::F16 | DType::Bf16 => 2,
+        }
+    }
+}
+
+impl std::fmt::Display for DType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            DType::F32 => "f32",
+            DType::F16 => "f16",
+            DType::Bf16 => "bf16",
+        })
+    }
+}
+
+/// Name, dtype and shape of one tensor, in Hugging Face naming and layout.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// For example `model.layers.0.self_attn.q_proj.weight`.
+    pub name: String,
+    /// Element type.
+    pub dtype: DType,
+    /// Row-major; a linear layer is `[out_features, in_features]`.
+    pub shape: Vec<usize>,
+}
