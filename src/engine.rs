@@ -1,0 +1,102 @@
+//! The typed lifecycle.
+//!
+//! ```text
+//!           sleep(..) / sleep_discarding(..)         restore_weights() / load_weights(source)
+//!   Awake ──────────────────────────────▶ Sleeping ─────────────────────────────────▶ WeightsLoaded
+//!     ▲    KV dropped, prefix index gone,           weights resident again,                │
+//!     │    weights kept or discarded                no KV exists                           │
+//!     └──────────────────────────────────── wake_up() ─────────────────────────────────────┘
+//! ```
+//!
+//! Every transition takes the engine and gives back another: what the new state must not touch does not exist
+//! in it. A failed transition gives back the old engine ([`Failed`]).
+
+mod awake;
+mod builder;
+mod core;
+mod error;
+mod executor;
+mod load;
+mod report;
+mod requests;
+mod serving;
+mod session;
+mod sleep;
+mod state;
+#[cfg(test)]
+mod tests;
+mod wake;
+
+pub use builder::{EngineBuilder, KvCapacity, SimdPath};
+pub use error::{
+    BuildError, Error, Failed, GenerateError, LoadError, RestoreError, SleepError, StepError, WakeError,
+};
+pub use awake::{Aborted, StepOutput};
+pub use report::{EngineStats, LoadReport, MemoryReport, Settled, SleepReport, WakeReport};
+pub use session::Session;
+pub use sleep::{InFlight, KeepWeights, OnDeadline, SleepOptions};
+pub use state::{Awake, Discarded, Kept, Retention, Sleeping, State, WeightsLoaded};
+
+use self::core::Core;
+use crate::model::ModelConfig;
+use crate::weights::{Manifest, Match, TensorSpec, WeightsMismatch};
+
+/// A rollout engine in state `S`: [`Awake`], [`Sleeping`] or [`WeightsLoaded`].
+///
+/// Generation exists on `Engine<Awake>` only, loading on `Engine<Sleeping<_>>` only, waking on
+/// `Engine<WeightsLoaded>` only:
+///
+/// ```compile_fail,E0599
+/// # fn f(engine: dormouse::Engine<dormouse::Awake>, source: dormouse::Checkpoint) {
+/// engine.load_weights(source); // no method named `load_weights` found for struct `Engine<Awake>`
+/// # }
+/// ```
+///
+/// Dropping an engine gives back its memory and joins its threads, in every state.
+#[derive(Debug)]
+#[must_use = "dropping an engine frees it"]
+pub struct Engine<S: State = Awake> {
+    core: Core,
+    state: S,
+}
+
+impl<S: State> Engine<S> {
+    /// The model's configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.core.parts.config
+    }
+
+    /// Name, dtype and shape of every tensor that a load must bring, in Hugging Face naming and layout.
+    pub fn expected_weights(&self) -> &Manifest {
+        &self.core.parts.manifest
+    }
+
+    /// Checks a set of tensors against [`Engine::expected_weights`] without any data: the dry run that a
+    /// trainer does before its first step.
+    ///
+    /// # Errors
+    /// Every fault of the set in one error. Nothing changes.
+    pub fn check_weights(&self, offered: &[TensorSpec]) -> Result<(), WeightsMismatch> {
+        self.core.parts.manifest.check(offered).map(|_: Match| ())
+    }
+
+    /// Device memory that the engine holds now, by part.
+    pub fn memory(&self) -> MemoryReport {
+        let parts = self.state.parts();
+        MemoryReport {
+            weights_bytes: parts.weights,
+            parked_bytes: parts.parked,
+            kv_cache_bytes: parts.kv_cache,
+            workspace_bytes: parts.workspace,
+        }
+    }
+
+    /// The state's name.
+    pub fn state_name(&self) -> &'static str {
+        S::NAME
+    }
+
+    fn into_parts(self) -> (Core, S) {
+        (self.core, self.state)
+    }
+}

@@ -1,0 +1,321 @@
+//! From a checkpoint to an engine.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::core::{Core, Limits};
+use super::state::{Carried, Discarded, Reservations, Sleeping};
+use super::{Awake, BuildError, Engine, Failed, SleepReport};
+use crate::device::cpu::{CpuDevice, CpuOptions};
+use crate::device::{Device, KvShape};
+use crate::model::{KvMemory, ModelConfig, Workspace};
+use crate::scheduler::PrefixCache;
+use crate::weights::{Checkpoint, DType, Manifest, TensorSpec, WeightLayout, WeightSource};
+
+pub use crate::device::cpu::SimdPath;
+
+/// Rows of logits computed at a time, at most: they are the widest activation.
+const LOGIT_ROWS: usize = 32;
+
+/// How much the KV cache holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvCapacity {
+    /// As many blocks as fit into so many bytes.
+    Bytes(u64),
+    /// So many blocks.
+    Blocks(usize),
+    /// As many blocks as hold so many tokens.
+    Tokens(usize),
+}
+
+/// Options of an engine; see [`Engine::builder`].
+#[derive(Debug)]
+#[must_use]
+pub struct EngineBuilder {
+    model: Model,
+    dtype: Option<DType>,
+    kv_cache: KvCapacity,
+    block_size: usize,
+    prefix_cache: bool,
+    prefix_cache_blocks: Option<usize>,
+    max_num_seqs: usize,
+    max_num_batched_tokens: usize,
+    max_model_len: Option<usize>,
+    threads: Option<usize>,
+    simd: SimdPath,
+    memory_limit_bytes: Option<u64>,
+    seed: u64,
+}
+
+#[derive(Debug)]
+enum Model {
+    Directory(PathBuf),
+    Config(Box<ModelConfig>),
+}
+
+impl Engine<Awake> {
+    /// Options for an engine on the checkpoint in `directory`: `config.json` and `model.safetensors`, or
+    /// shards with `model.safetensors.index.json`.
+    ///
+    /// ```no_run
+    /// use dormouse::{Engine, KvCapacity, Request};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let engine = Engine::builder("path/to/model").kv_cache(KvCapacity::Bytes(1 << 30)).build()?;
+    /// let group = engine.generate(&[Request::new(vec![1, 2, 3]).samples(8).max_new_tokens(64)])?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn builder(directory: impl AsRef<Path>) -> EngineBuilder {
+        EngineBuilder::new(Model::Directory(directory.as_ref().to_owned()))
+    }
+}
+
+impl EngineBuilder {
+    /// Options for an engine of this configuration, which has no directory: it can only be built asleep.
+    pub fn from_config(config: ModelConfig) -> Self {
+        Self::new(Model::Config(Box::new(config)))
+    }
+
+    fn new(model: Model) -> Self {
+        Self {
+            model,
+            dtype: None,
+            kv_cache: KvCapacity::Bytes(1 << 30),
+            block_size: 16,
+            prefix_cache: true,
+            prefix_cache_blocks: None,
+            max_num_seqs: 256,
+            max_num_batched_tokens: 512,
+            max_model_len: None,
+            threads: None,
+            simd: SimdPath::Auto,
+            memory_limit_bytes: None,
+            seed: 0,
+        }
+    }
+
+    /// Weight dtype of an engine that is built asleep; without it the checkpoint's tensors or else the
+    /// configuration say. (An engine built awake has each tensor in the checkpoint's dtype.)
+    pub fn dtype(mut self, dtype: DType) -> Self {
+        self.dtype = Some(dtype);
+        self
+    }
+
+    /// Capacity of the KV cache; default 1 GiB. The system counts what was written only.
+    pub fn kv_cache(mut self, capacity: KvCapacity) -> Self {
+        self.kv_cache = capacity;
+        self
+    }
+
+    /// Tokens of a KV block; default 16.
+    pub fn block_size(mut self, tokens: usize) -> Self {
+        self.block_size = tokens;
+        self
+    }
+
+    /// Whether blocks are kept and found again by their contents; default on.
+    pub fn prefix_cache(mut self, on: bool) -> Self {
+        self.prefix_cache = on;
+        self
+    }
+
+    /// Most blocks that the prefix cache keeps beyond those in use; default all that are free.
+    pub fn prefix_cache_blocks(mut self, blocks: usize) -> Self {
+        self.prefix_cache_blocks = Some(blocks);
+        self
+    }
+
+    /// Most sequences in a step; default 256.
+    pub fn max_num_seqs(mut self, sequences: usize) -> Self {
+        self.max_num_seqs = sequences;
+        self
+    }
+
+    /// Most tokens in a step, prompt chunks and decodes together; default 512.
+    pub fn max_num_batched_tokens(mut self, tokens: usize) -> Self {
+        self.max_num_batched_tokens = tokens;
+        self
+    }
+
+    /// Most tokens of a sequence, prompt and output; default what the model was made for, or what the KV
+    /// cache holds if that is less.
+    pub fn max_model_len(mut self, tokens: usize) -> Self {
+        self.max_model_len = Some(tokens);
+        self
+    }
+
+    /// Threads that compute, the calling one among them; default all cores.
+    pub fn threads(mut self, threads: usize) -> Self {
+        self.threads = Some(threads);
+        self
+    }
+
+    /// Instruction set of the kernels; default the best there is. The output is the same bits on all.
+    pub fn simd(mut self, path: SimdPath) -> Self {
+        self.simd = path;
+        self
+    }
+
+    /// Most memory that weights, KV cache and activations may take together, bytes; default no limit beyond
+    /// what the system has.
+    pub fn memory_limit_bytes(mut self, bytes: u64) -> Self {
+        self.memory_limit_bytes = Some(bytes);
+        self
+    }
+
+    /// Seed from which requests without a seed get theirs, in order of submission; default 0.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Builds the engine with the checkpoint's weights, awake.
+    ///
+    /// # Errors
+    /// [`BuildError`]; nothing is left behind.
+    pub fn build(self) -> Result<Engine<Awake>, BuildError> {
+        let directory = match &self.model {
+            Model::Directory(directory) => directory.clone(),
+            Model::Config(_) => {
+                return Err(BuildError::InvalidOption {
+                    option: "from_config",
+                    value: 0,
+                    requirement: "an engine without a checkpoint can only be built asleep",
+                });
+            }
+        };
+        let asleep = self.build_asleep()?;
+        let loaded = asleep.load_weights(Checkpoint::at(directory)).map_err(|Failed { error, .. }| error)?;
+        loaded.wake_up().map_err(|Failed { error, .. }| error.into())
+    }
+
+    /// Builds the engine without weights, to be loaded by the trainer. No weight is read.
+    ///
+    /// # Errors
+    /// [`BuildError`]; nothing is left behind.
+    pub fn build_asleep(self) -> Result<Engine<Sleeping<Discarded>>, BuildError> {
+        self.check_options()?;
+        let config = match &self.model {
+            Model::Directory(directory) => ModelConfig::from_dir(directory)?,
+            Model::Config(config) => (**config).clone(),
+        };
+        let manifest = self.manifest(&config)?;
+        let threads = self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+        let device: Arc<dyn Device> = Arc::new(CpuDevice::new(CpuOptions {
+            threads,
+            simd: self.simd,
+            memory_limit_bytes: self.memory_limit_bytes,
+        })?);
+        self.build_on(device, config, manifest)
+    }
+
+    /// Builds on a device that is there already.
+    pub(crate) fn build_on(
+        self,
+        device: Arc<dyn Device>,
+        config: ModelConfig,
+        manifest: Manifest,
+    ) -> Result<Engine<Sleeping<Discarded>>, BuildError> {
+        let layout = WeightLayout::new(&config, &manifest, &*device)?;
+        let limits = self.limits(&config)?;
+        let kv_bytes = KvMemory::bytes(limits.kv, config.num_layers).ok_or(BuildError::InvalidOption {
+            option: "kv_cache",
+            value: limits.kv.num_blocks as u64,
+            requirement: "its bytes must fit the address space",
+        })?;
+        let reserved = device.reserve("weights", layout.bytes)?;
+        let reservations = Reservations {
+            kv: device.reserve("KV cache", kv_bytes)?,
+            workspace: Workspace::reserve(&*device, &config, limits.max_num_batched_tokens, limits.logit_rows)?,
+        };
+        let core = Core::new(device, config, manifest, layout, limits);
+        let state = Sleeping {
+            weights: Discarded { reserved, last: None },
+            reservations,
+            carried: Carried::default(),
+            report: SleepReport::default(),
+        };
+        Ok(Engine { core, state })
+    }
+
+    fn check_options(&self) -> Result<(), BuildError> {
+        let options = [
+            ("block_size", self.block_size, 1 << 16, "it must be 1 to 65536 tokens"),
+            ("max_num_seqs", self.max_num_seqs, 1 << 16, "it must be 1 to 65536 sequences"),
+            ("max_num_batched_tokens", self.max_num_batched_tokens, 1 << 20, "it must be 1 to 1048576 tokens"),
+            ("max_model_len", self.max_model_len.unwrap_or(1), usize::MAX, "it must be at least 1 token"),
+            ("threads", self.threads.unwrap_or(1), 1024, "it must be 1 to 1024 threads"),
+        ];
+        for (option, value, most, requirement) in options {
+            if value == 0 || value > most {
+                return Err(BuildError::InvalidOption { option, value: value as u64, requirement });
+            }
+        }
+        Ok(())
+    }
+
+    /// The dtypes are the checkpoint's if there is one, tensor by tensor; then the builder's, then the
+    /// configuration's.
+    fn manifest(&self, config: &ModelConfig) -> Result<Manifest, BuildError> {
+        if let (Model::Directory(directory), None) = (&self.model, self.dtype)
+            && Checkpoint::exists(directory)
+        {
+            let offered = Checkpoint::at(directory).index()?;
+            let dtypes: std::collections::HashMap<&str, DType> =
+                offered.iter().map(|TensorSpec { name, dtype, .. }| (name.as_str(), *dtype)).collect();
+            let fallback = config.dtype.unwrap_or(DType::Bf16);
+            return Ok(Manifest::with_dtypes(config, |name| dtypes.get(name).copied().unwrap_or(fallback)));
+        }
+        let dtype = self.dtype.or(config.dtype).ok_or(BuildError::UnknownDType)?;
+        Ok(Manifest::with_dtypes(config, |_| dtype))
+    }
+
+    fn limits(&self, config: &ModelConfig) -> Result<Limits, BuildError> {
+        let mut kv = KvShape {
+            num_blocks: 1,
+            block_size: self.block_size,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+        };
+        let block_bytes = KvMemory::bytes(kv, config.num_layers).unwrap_or(usize::MAX) as u64;
+        let (num_blocks, capacity_bytes) = match self.kv_cache {
+            KvCapacity::Bytes(bytes) => (bytes / block_bytes, bytes),
+            KvCapacity::Blocks(blocks) => (blocks as u64, (blocks as u64).saturating_mul(block_bytes)),
+            KvCapacity::Tokens(tokens) => {
+                let blocks = tokens.div_ceil(self.block_size) as u64;
+                (blocks, blocks.saturating_mul(block_bytes))
+            }
+        };
+        if num_blocks == 0 {
+            let block_size = self.block_size;
+            return Err(BuildError::KvCacheTooSmall { capacity_bytes, block_bytes, block_size });
+        }
+        // Slots are 32-bit numbers.
+        let most = u64::from(u32::MAX) / self.block_size as u64;
+        if num_blocks > most {
+            let requirement = "its slots (blocks times block size) must fit 32 bits";
+            return Err(BuildError::InvalidOption { option: "kv_cache", value: num_blocks, requirement });
+        }
+        kv.num_blocks = num_blocks as usize;
+        let kv_tokens = kv.num_blocks * kv.block_size;
+        let max_model_len = self.max_model_len.unwrap_or(config.max_position_embeddings);
+        if max_model_len > config.max_position_embeddings {
+            let requirement = "it must not be above the configuration's max_position_embeddings";
+            let value = max_model_len as u64;
+            return Err(BuildError::InvalidOption { option: "max_model_len", value, requirement });
+        }
+        Ok(Limits {
+            kv,
+            max_model_len: max_model_len.min(kv_tokens),
+            max_num_seqs: self.max_num_seqs,
+            max_num_batched_tokens: self.max_num_batched_tokens,
+            logit_rows: LOGIT_ROWS.min(self.max_num_batched_tokens),
+            prefix_cache: match (self.prefix_cache, self.prefix_cache_blocks) {
+                (false, _) => PrefixCache::Off,
+                (true, cap) => PrefixCache::On { max_cached_blocks: cap },
+            },
+            seed: self.seed,
+        })
+    }
+}

@@ -1,0 +1,75 @@
+//! What an engine has in every state: the device, the model, its limits. No memory of the lifecycle.
+
+use std::sync::Arc;
+
+use crate::device::{Device, KvShape};
+use crate::model::{ModelConfig, Transformer};
+use crate::scheduler::{PrefixCache, SchedulerConfig};
+use crate::weights::{Manifest, WeightLayout, WeightVersion};
+
+/// Sizes fixed when the engine was built.
+#[derive(Debug, Clone)]
+pub(crate) struct Limits {
+    pub(crate) kv: KvShape,
+    pub(crate) max_model_len: usize,
+    pub(crate) max_num_seqs: usize,
+    pub(crate) max_num_batched_tokens: usize,
+    pub(crate) logit_rows: usize,
+    pub(crate) prefix_cache: PrefixCache,
+    pub(crate) seed: u64,
+}
+
+/// The parts of an engine that no transition touches. Shared, so that a step needs no engine.
+#[derive(Debug)]
+pub(crate) struct Parts {
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) config: Arc<ModelConfig>,
+    pub(crate) manifest: Manifest,
+    pub(crate) layout: Arc<WeightLayout>,
+    pub(crate) transformer: Transformer,
+    pub(crate) limits: Limits,
+}
+
+/// [`Parts`], and the numbers that only go up over the engine's life.
+#[derive(Debug)]
+pub(crate) struct Core {
+    pub(crate) parts: Arc<Parts>,
+    /// Counter of the last weight version; 0 before the first load.
+    pub(crate) version_counter: u64,
+    /// Number of the next request: request ids are unique over sleeps.
+    pub(crate) next_request: u64,
+}
+
+impl Core {
+    pub(crate) fn new(
+        device: Arc<dyn Device>,
+        config: ModelConfig,
+        manifest: Manifest,
+        layout: WeightLayout,
+        limits: Limits,
+    ) -> Self {
+        let config = Arc::new(config);
+        let parts = Parts {
+            transformer: Transformer::new(Arc::clone(&config)),
+            device,
+            config,
+            manifest,
+            layout: Arc::new(layout),
+            limits,
+        };
+        Self { parts: Arc::new(parts), version_counter: 0, next_request: 0 }
+    }
+}
+
+impl Parts {
+    pub(crate) fn scheduler_config(&self, version: &WeightVersion) -> SchedulerConfig {
+        SchedulerConfig {
+            block_size: self.limits.kv.block_size,
+            num_blocks: self.limits.kv.num_blocks,
+            max_num_seqs: self.limits.max_num_seqs,
+            max_num_batched_tokens: self.limits.max_num_batched_tokens,
+            prefix_cache: self.limits.prefix_cache,
+            weights_digest: *version.digest.as_bytes(),
+        }
+    }
+}

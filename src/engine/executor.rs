@@ -1,0 +1,472 @@
+//! Runs steps: asks the scheduler what, the transformer for logits, the samplers for tokens.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::core::{Core, Parts};
+use super::requests::{LiveRequest, Owner};
+use super::{EngineStats, StepError};
+use crate::completion::{CompletionError, FinishReason, RequestId, RequestOutput};
+use crate::model::{Batch, BatchSpan, KvMemory, Workspace};
+use crate::sampling::{NonFiniteLogits, Sampled, SamplerScratch, log_sum_exp, logprob};
+use crate::scheduler::{NewSequence, PinId, Scheduler, SeqId, StepPlan};
+use crate::weights::{ResidentWeights, WeightVersion};
+
+/// A request's end, on its way to its owner.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) output: RequestOutput,
+    pub(crate) owner: Owner,
+    /// A session's blocks, kept for its next turn.
+    pub(crate) pin: Option<PinId>,
+}
+
+/// What a step did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Progress {
+    pub(crate) computed_tokens: usize,
+    pub(crate) sampled_tokens: usize,
+    pub(crate) preempted: usize,
+    pub(crate) live_requests: usize,
+}
+
+/// What a closed executor leaves.
+#[derive(Debug)]
+pub(crate) struct Closed {
+    pub(crate) kv: KvMemory,
+    pub(crate) workspace: Workspace,
+    pub(crate) blocks_dropped: usize,
+    /// Requests that had not ended, their KV forgotten.
+    pub(crate) retracted: Vec<LiveRequest>,
+}
+
+/// Scheduler, KV cache and live requests. Exists only while the engine is awake.
+#[derive(Debug)]
+pub(crate) struct Executor {
+    parts: Arc<Parts>,
+    version: WeightVersion,
+    kv: KvMemory,
+    workspace: Workspace,
+    scheduler: Scheduler,
+    requests: BTreeMap<RequestId, LiveRequest>,
+    /// Request and sample of each sequence.
+    sequences: BTreeMap<SeqId, (RequestId, usize)>,
+    next_seq: u64,
+    ended: Vec<Ended>,
+    scratch: SamplerScratch,
+    stats: EngineStats,
+    /// Set while a step runs; still set at the next one if the step panicked.
+    in_step: bool,
+}
+
+/// Why a row's logits were asked for.
+#[derive(Debug, Clone, Copy)]
+enum Wanted {
+    /// Logprob of the prompt's token at `position`, given those before it.
+    Prompt { request: RequestId, position: usize },
+    /// The next token of this sequence (and of its forks).
+    Next { seq: SeqId },
+}
+
+/// What came of a row's logits. Applied when the whole step has succeeded.
+enum Row {
+    Prompt { request: RequestId, logprob: f32 },
+    Next { seq: SeqId, samples: Vec<(usize, Result<Sampled, NonFiniteLogits>)> },
+}
+
+impl Executor {
+    pub(crate) fn new(core: &Core, version: WeightVersion, kv: KvMemory, workspace: Workspace) -> Self {
+        Self {
+            scheduler: Scheduler::new(core.parts.scheduler_config(&version)),
+            parts: Arc::clone(&core.parts),
+            version,
+            kv,
+            workspace,
+            requests: BTreeMap::new(),
+            sequences: BTreeMap::new(),
+            next_seq: 0,
+            ended: Vec::new(),
+            scratch: SamplerScratch::default(),
+            stats: EngineStats::default(),
+            in_step: false,
+        }
+    }
+
+    pub(crate) fn memory(&self) -> (u64, u64) {
+        (self.kv.committed() as u64, self.workspace.committed() as u64)
+    }
+
+    pub(crate) fn kv_address(&self) -> usize {
+        self.kv.address()
+    }
+
+    pub(crate) fn has_live(&self) -> bool {
+        !self.requests.is_empty()
+    }
+
+    pub(crate) fn live_requests(&self) -> Vec<RequestId> {
+        self.requests.keys().copied().collect()
+    }
+
+    pub(crate) fn take_ended(&mut self) -> Vec<Ended> {
+        std::mem::take(&mut self.ended)
+    }
+
+    pub(crate) fn unpin(&mut self, pin: PinId) {
+        self.scheduler.unpin(pin);
+    }
+
+    pub(crate) fn clear_prefix_cache(&mut self) {
+        self.scheduler.clear_prefix_cache();
+    }
+
+    /// Queues a request. Samples that carry no tokens yet share one prefill as forks of the first.
+    pub(crate) fn start(&mut self, mut request: LiveRequest) {
+        let open: Vec<usize> = (0..request.samples.len()).filter(|&i| !request.samples[i].ended).collect();
+        let ids: Vec<SeqId> = open.iter().map(|_| self.next_seq_id()).collect();
+        for (&sample, &seq) in open.iter().zip(&ids) {
+            request.samples[sample].seq = Some(seq);
+            self.sequences.insert(seq, (request.id, sample));
+        }
+        let fresh = open.len() == request.samples.len()
+            && request.samples.iter().all(|sample| sample.completion.tokens.is_empty());
+        let leaders = if fresh { 1 } else { ids.len() };
+        let mut never_fits = None;
+        for (&sample, &seq) in open.iter().zip(&ids).take(leaders) {
+            let forks = if fresh { ids[1..].to_vec() } else { Vec::new() };
+            // One sequence computes the prompt's logprobs.
+            let scores = request.wants_prompt_logprobs() && sample == open[0];
+            let new = new_sequence(&request, sample, seq, forks, scores);
+            if let Err(error) = self.scheduler.add(new) {
+                never_fits = Some(error);
+            }
+        }
+        let id = request.id;
+        self.requests.insert(id, request);
+        if let Some(error) = never_fits {
+            // Submission checks this; a retracted request meets the same pool. Still: an answer, not a hang.
+            let error = CompletionError::NoCapacity {
+                needed_blocks: error.needed_blocks,
+                available_blocks: error.total_blocks,
+            };
+            self.end_request(id, FinishReason::Error(error));
+        } else if open.is_empty() {
+            self.close_if_ended(id);
+        }
+    }
+
+    fn next_seq_id(&mut self) -> SeqId {
+        self.next_seq += 1;
+        SeqId::new(self.next_seq)
+    }
+
+    /// Ends these requests with what they have; returns those that were live.
+    pub(crate) fn abort(&mut self, ids: &[RequestId]) -> Vec<RequestId> {
+        let live: Vec<RequestId> = ids.iter().copied().filter(|id| self.requests.contains_key(id)).collect();
+        for &id in &live {
+            self.end_request(id, FinishReason::Abort);
+        }
+        live
+    }
+
+    /// Runs one step: at most `max_num_batched_tokens` tokens of the running sequences.
+    pub(crate) fn step(&mut self, weights: &ResidentWeights) -> Result<Progress, StepError> {
+        if std::mem::replace(&mut self.in_step, true) {
+            return Err(StepError::Poisoned);
+        }
+        let result = self.run_step(weights);
+        self.in_step = false;
+        result
+    }
+
+    fn run_step(&mut self, weights: &ResidentWeights) -> Result<Progress, StepError> {
+        let plan = self.scheduler.plan();
+        self.note_plan(&plan);
+        let mut progress = Progress { preempted: plan.preempted.len(), ..Progress::default() };
+        if plan.chunks.is_empty() {
+            progress.live_requests = self.requests.len();
+            return Ok(progress);
+        }
+        let (batch, wanted) = self.batch(&plan);
+        progress.computed_tokens = batch.tokens.len();
+        let rows = match self.compute(weights, &batch, &wanted) {
+            Ok(rows) => rows,
+            Err(error) => {
+                self.scheduler.fail_step();
+                tracing::warn!(%error, "step failed; its sequences will be recomputed");
+                return Err(error.into());
+            }
+        };
+        self.scheduler.complete_step();
+        for row in rows {
+            match row {
+                Row::Prompt { request, logprob } => {
+                    let request = self.requests.get_mut(&request).expect("its sequence is running");
+                    request.prompt_logprobs.push(logprob);
+                }
+                Row::Next { seq, samples } => progress.sampled_tokens += self.advance(seq, samples),
+            }
+        }
+        self.stats.steps += 1;
+        self.stats.computed_tokens += progress.computed_tokens as u64;
+        self.stats.sampled_tokens += progress.sampled_tokens as u64;
+        progress.live_requests = self.requests.len();
+        Ok(progress)
+    }
+
+    fn note_plan(&mut self, plan: &StepPlan) {
+        self.stats.preemptions += plan.preempted.len() as u64;
+        for admitted in &plan.admitted {
+            let (request, sample) = self.sequences[&admitted.seq];
+            let request = self.requests.get_mut(&request).expect("its sequence is live");
+            let completion = &mut request.samples[sample].completion;
+            if completion.tokens.is_empty() {
+                let cached = admitted.cached_tokens.min(request.request.prompt().len());
+                completion.cached_tokens = cached;
+                self.stats.cached_tokens += cached as u64;
+            }
+        }
+        for stuck in &plan.stuck {
+            let error = CompletionError::NoCapacity {
+                needed_blocks: stuck.needed_blocks,
+                available_blocks: stuck.available_blocks,
+            };
+            let (request, _) = self.sequences[&stuck.seq];
+            self.end_request(request, FinishReason::Error(error));
+        }
+    }
+
+    /// Lays out the step's rows, and says which logits are wanted and why.
+    fn batch(&self, plan: &StepPlan) -> (Batch, Vec<Wanted>) {
+        let mut batch = Batch::default();
+        let mut wanted = Vec::new();
+        batch.copies = plan.copies.iter().map(|(from, to)| (from.index(), to.index())).collect();
+        let block_size = self.parts.limits.kv.block_size;
+        for chunk in &plan.chunks {
+            let sequence = self.scheduler.sequence(chunk.seq);
+            let (request, _) = self.sequences[&chunk.seq];
+            let request = &self.requests[&request];
+            let table: Vec<u32> = sequence.block_table().iter().map(|block| block.index()).collect();
+            let first_row = batch.tokens.len();
+            let scores = request.wants_prompt_logprobs() && self.scores_prompt(request, chunk.seq);
+            for position in chunk.range.clone() {
+                let row = batch.tokens.len() as u32;
+                batch.tokens.push(sequence.tokens()[position]);
+                batch.positions.push(position as u32);
+                let slot = table[position / block_size] as usize * block_size + position % block_size;
+                batch.slots.push(slot as u32);
+                let next = position + 1;
+                if scores && next < request.prompt().len() && next > request.prompt_logprobs.len() {
+                    batch.logit_rows.push(row);
+                    wanted.push(Wanted::Prompt { request: request.id, position: next });
+                }
+            }
+            if chunk.samples {
+                batch.logit_rows.push(batch.tokens.len() as u32 - 1);
+                wanted.push(Wanted::Next { seq: chunk.seq });
+            }
+            batch.spans.push(BatchSpan {
+                first_row,
+                rows: chunk.range.len(),
+                first_position: chunk.range.start,
+                block_table: table,
+            });
+        }
+        (batch, wanted)
+    }
+
+    /// Whether this sequence is the one of its request that computes the prompt's logprobs.
+    fn scores_prompt(&self, request: &LiveRequest, seq: SeqId) -> bool {
+        request.samples.iter().find_map(|sample| sample.seq) == Some(seq)
+    }
+
+    fn compute(
+        &mut self,
+        weights: &ResidentWeights,
+        batch: &Batch,
+        wanted: &[Wanted],
+    ) -> Result<Vec<Row>, crate::device::DeviceError> {
+        let mut rows = Vec::with_capacity(wanted.len());
+        let (requests, sequences, scratch) = (&self.requests, &self.sequences, &mut self.scratch);
+        let parts = Arc::clone(&self.parts);
+        parts.transformer.forward(
+            &*parts.device,
+            weights,
+            &mut self.kv,
+            &mut self.workspace,
+            batch,
+            &mut |index, logits| {
+                rows.push(match wanted[index] {
+                    Wanted::Prompt { request, position } => {
+                        let token = requests[&request].prompt()[position];
+                        let logprob = logprob(logits, log_sum_exp(logits), token);
+                        Row::Prompt { request, logprob }
+                    }
+                    Wanted::Next { seq } => {
+                        let (request, sample) = sequences[&seq];
+                        let request = &requests[&request];
+                        Row::Next { seq, samples: sample_next(request, sample, logits, scratch) }
+                    }
+                });
+            },
+        )?;
+        Ok(rows)
+    }
+
+    /// Appends the sampled tokens to a sequence and to those forked from it now; returns how many.
+    fn advance(
+        &mut self,
+        seq: SeqId,
+        samples: Vec<(usize, Result<Sampled, NonFiniteLogits>)>,
+    ) -> usize {
+        let Some(&(id, leader)) = self.sequences.get(&seq) else { return 0 };
+        if samples.is_empty() {
+            self.end_request(id, FinishReason::Length);
+            return 0;
+        }
+        let count = samples.len();
+        // Forks first: they share the leader's blocks, which its own end would release.
+        for (sample, sampled) in samples.into_iter().rev() {
+            let request = self.requests.get_mut(&id).expect("it has an open sample");
+            let prompt_len = request.prompt().len();
+            let arc = Arc::clone(&request.request);
+            let live = &mut request.samples[sample];
+            let token = sampled.as_ref().map(|s| s.token);
+            match sampled {
+                Ok(sampled) => {
+                    live.push(sampled, &arc, &self.parts.config.eos_token_ids, self.version);
+                }
+                Err(NonFiniteLogits) => {
+                    let position = prompt_len + live.completion.tokens.len();
+                    live.completion.finish_reason =
+                        FinishReason::Error(CompletionError::NonFiniteLogits { position });
+                    live.ended = true;
+                }
+            }
+            let ended = live.ended;
+            let own = live.seq.expect("an open sample has a sequence");
+            if sample != leader {
+                live.completion.cached_tokens = prompt_len;
+                self.stats.cached_tokens += prompt_len as u64;
+                self.scheduler.fork(seq, own, token.unwrap_or(0));
+            } else if let (false, Ok(token)) = (ended, token) {
+                self.scheduler.append(own, token);
+            }
+            if ended {
+                self.end_sample(id, sample);
+            }
+        }
+        self.close_if_ended(id);
+        count
+    }
+
+    /// Releases the blocks of an ended sample, or keeps them for its session.
+    fn end_sample(&mut self, id: RequestId, sample: usize) {
+        let request = self.requests.get_mut(&id).expect("the caller looked it up");
+        let Some(seq) = request.samples[sample].seq.take() else { return };
+        self.sequences.remove(&seq);
+        if request.session.is_some() {
+            let pin = self.scheduler.finish_and_pin(seq);
+            request.session = Some(super::requests::SessionTurn { pinned: Some(pin) });
+        } else {
+            self.scheduler.finish(seq);
+        }
+    }
+
+    /// Ends all open samples of a request for the same reason.
+    fn end_request(&mut self, id: RequestId, reason: FinishReason) {
+        let Some(request) = self.requests.get_mut(&id) else { return };
+        if let Some(turn) = &mut request.session {
+            turn.pinned = None;
+        }
+        for sample in request.samples.iter_mut().filter(|sample| !sample.ended) {
+            if let Some(seq) = sample.seq.take() {
+                self.sequences.remove(&seq);
+                self.scheduler.abort(seq);
+            }
+            sample.end(reason.clone());
+        }
+        self.close_if_ended(id);
+    }
+
+    fn close_if_ended(&mut self, id: RequestId) {
+        if !self.requests.get(&id).is_some_and(LiveRequest::has_ended) {
+            return;
+        }
+        let request = self.requests.remove(&id).expect("looked up above");
+        let aborted = request.samples.iter().any(|s| matches!(s.completion.finish_reason, FinishReason::Abort));
+        *if aborted { &mut self.stats.aborted } else { &mut self.stats.finished } += 1;
+        let pin = request.session.and_then(|turn| turn.pinned);
+        let owner = request.owner;
+        self.ended.push(Ended { output: request.into_output(), owner, pin });
+    }
+
+    pub(crate) fn stats(&self) -> EngineStats {
+        let scheduler = self.scheduler.stats();
+        EngineStats {
+            live_requests: self.requests.len(),
+            waiting: scheduler.waiting,
+            running: scheduler.running,
+            blocks: self.parts.limits.kv.num_blocks,
+            blocks_free: scheduler.blocks_free,
+            blocks_cached: scheduler.blocks_cached,
+            blocks_owned: scheduler.blocks_owned,
+            ..self.stats
+        }
+    }
+
+    /// Ends serving: what has not ended is retracted.
+    pub(crate) fn close(self) -> Closed {
+        let stats = self.scheduler.stats();
+        let mut retracted: Vec<LiveRequest> = self.requests.into_values().collect();
+        retracted.iter_mut().for_each(LiveRequest::retract);
+        Closed {
+            kv: self.kv,
+            workspace: self.workspace,
+            blocks_dropped: stats.blocks_cached + stats.blocks_owned,
+            retracted,
+        }
+    }
+}
+
+fn new_sequence(
+    request: &LiveRequest,
+    sample: usize,
+    seq: SeqId,
+    forks: Vec<SeqId>,
+    scores: bool,
+) -> NewSequence {
+    let prompt_len = request.prompt().len();
+    let tokens = [request.prompt(), &request.samples[sample].completion.tokens].concat();
+    NewSequence {
+        id: seq,
+        tokens,
+        prompt_len,
+        max_tokens: prompt_len + request.request.params().max_new_tokens,
+        salt: request.request.cache_salt().map(|salt| salt.to_owned()),
+        recompute_from: if scores { request.prompt_logprobs.len() } else { usize::MAX },
+        forks,
+        pinned: request.session.and_then(|turn| turn.pinned),
+    }
+}
+
+/// Draws the next token of `sample`, or of all samples if they are to be forked from it; none for a request
+/// that only scores its prompt.
+fn sample_next(
+    request: &LiveRequest,
+    sample: usize,
+    logits: &[f32],
+    scratch: &mut SamplerScratch,
+) -> Vec<(usize, Result<Sampled, NonFiniteLogits>)> {
+    if request.request.params().max_new_tokens == 0 {
+        return Vec::new();
+    }
+    let all_start = sample == 0 && request.samples.iter().all(|s| !s.ended && s.completion.tokens.is_empty());
+    let drawn = if all_start { 0..request.samples.len() } else { sample..sample + 1 };
+    drawn
+        .map(|index| {
+            let live = &request.samples[index];
+            (index, live.sampler().sample(logits, live.completion.tokens.len(), scratch))
+        })
+        .collect()
+}

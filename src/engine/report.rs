@@ -1,0 +1,127 @@
+//! What each transition did, in numbers.
+
+use std::time::Duration;
+
+use crate::completion::RequestId;
+use crate::weights::WeightVersion;
+
+/// Device memory by part, bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MemoryReport {
+    /// Resident weights.
+    pub weights_bytes: u64,
+    /// Host copy of parked weights.
+    pub parked_bytes: u64,
+    /// KV cache blocks; address space with memory behind it, of which the system counts what was written.
+    pub kv_cache_bytes: u64,
+    /// Activations and logits.
+    pub workspace_bytes: u64,
+}
+
+impl MemoryReport {
+    /// Sum of all parts.
+    pub fn total_bytes(&self) -> u64 {
+        self.weights_bytes + self.parked_bytes + self.kv_cache_bytes + self.workspace_bytes
+    }
+}
+
+/// Requests in flight when the engine went to sleep, by how they were settled.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Settled {
+    /// Ran to their own end while draining.
+    pub drained: Vec<RequestId>,
+    /// Ended with the tokens they had.
+    pub aborted: Vec<RequestId>,
+    /// Kept their tokens; they go on after the wake.
+    pub retracted: Vec<RequestId>,
+}
+
+/// What a sleep did.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SleepReport {
+    /// Version of the weights that were resident; `None` if the engine was built asleep.
+    pub version: Option<WeightVersion>,
+    /// Requests in flight and what became of them.
+    pub settled: Settled,
+    /// KV blocks that held something and were dropped.
+    pub blocks_dropped: usize,
+    /// Given back to the system, by part.
+    pub freed: MemoryReport,
+    /// Host memory taken for parked weights.
+    pub parked_bytes: u64,
+    /// Time to settle the requests in flight.
+    pub settle: Duration,
+    /// Time to copy the weights aside.
+    pub park: Duration,
+    /// Time to give the memory back.
+    pub free: Duration,
+}
+
+/// What a load or a restore did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoadReport {
+    /// Version of the weights that are resident now.
+    pub version: WeightVersion,
+    /// The version before them, if there was one.
+    pub previous: Option<WeightVersion>,
+    /// Tensors received; 0 for a restore.
+    pub tensors: usize,
+    /// Bytes received, in the source's layout; 0 for a restore.
+    pub received_bytes: u64,
+    /// Device memory taken.
+    pub taken_bytes: u64,
+    /// Most memory that weights took at any moment; twice the weights if they replaced resident ones.
+    pub peak_weights_bytes: u64,
+    /// Time to compare the source's index with the manifest.
+    pub check: Duration,
+    /// Time to read, pack and digest (or to copy back).
+    pub transfer: Duration,
+}
+
+/// What a wake did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WakeReport {
+    /// Version of the weights that serve from now on.
+    pub version: WeightVersion,
+    /// Blocks of the new KV cache, all free.
+    pub blocks: usize,
+    /// Device memory taken, by part.
+    pub taken: MemoryReport,
+    /// Retracted requests that go on.
+    pub resumed: Vec<RequestId>,
+    /// Time to take the memory and build the scheduler.
+    pub wake: Duration,
+}
+
+/// A snapshot of an awake engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct EngineStats {
+    /// Requests that have not ended.
+    pub live_requests: usize,
+    /// Sequences that wait for admission.
+    pub waiting: usize,
+    /// Sequences that hold blocks and are computed in each step.
+    pub running: usize,
+    /// Blocks in all; `free + cached + owned`.
+    pub blocks: usize,
+    /// Blocks that hold nothing.
+    pub blocks_free: usize,
+    /// Blocks that only the prefix cache knows.
+    pub blocks_cached: usize,
+    /// Blocks of running sequences and sessions.
+    pub blocks_owned: usize,
+    /// Steps since the wake.
+    pub steps: u64,
+    /// Tokens computed since the wake, prompt tokens among them.
+    pub computed_tokens: u64,
+    /// Tokens sampled since the wake.
+    pub sampled_tokens: u64,
+    /// Prompt tokens since the wake whose keys and values were found in the prefix cache.
+    pub cached_tokens: u64,
+    /// Times a sequence lost its blocks to another, since the wake.
+    pub preemptions: u64,
+    /// Requests that ended by themselves since the wake.
+    pub finished: u64,
+    /// Requests that were aborted since the wake.
+    pub aborted: u64,
+}

@@ -1,0 +1,179 @@
+//! A request between its submission and its end.
+
+use std::sync::Arc;
+
+use crate::completion::{Completion, FinishReason, RequestId, RequestOutput, VersionSpan};
+use crate::request::{Request, TokenId};
+use crate::sampling::{Sampled, Sampler, stop_cause};
+use crate::scheduler::{PinId, SeqId};
+use crate::weights::WeightVersion;
+
+/// Who gets the output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Owner {
+    /// The next step's output.
+    Stepper,
+    /// A call that waits for it.
+    Caller,
+}
+
+/// A conversation's claim on the blocks of its history.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SessionTurn {
+    /// Blocks of the turns before.
+    pub(crate) pinned: Option<PinId>,
+}
+
+/// A request that has not ended, with all that it has produced.
+#[derive(Debug)]
+pub(crate) struct LiveRequest {
+    pub(crate) id: RequestId,
+    pub(crate) request: Arc<Request>,
+    pub(crate) owner: Owner,
+    pub(crate) session: Option<SessionTurn>,
+    pub(crate) prompt_logprobs: Vec<f32>,
+    pub(crate) samples: Vec<LiveSample>,
+}
+
+/// One of a request's n samples.
+#[derive(Debug)]
+pub(crate) struct LiveSample {
+    /// What there is so far. Its finish reason counts once `ended` is set; until then it is what it would be
+    /// if the request ended now.
+    pub(crate) completion: Completion,
+    pub(crate) ended: bool,
+    /// Its sequence in the scheduler, while there is one.
+    pub(crate) seq: Option<SeqId>,
+    sampler: Sampler,
+}
+
+impl LiveRequest {
+    /// Starts a request, or goes on with the samples that it carries.
+    pub(crate) fn new(
+        id: RequestId,
+        request: Request,
+        owner: Owner,
+        session: Option<SessionTurn>,
+        default_seed: u64,
+    ) -> Self {
+        let request = Arc::new(request);
+        let seed = request.params().seed.unwrap_or(default_seed);
+        let samples = match request.carried() {
+            Some(carried) => carried.iter().map(|c| LiveSample::resume(&request, c.clone())).collect(),
+            None => (0..request.params().n).map(|index| LiveSample::start(&request, seed, index)).collect(),
+        };
+        Self { id, request, owner, session, prompt_logprobs: Vec::new(), samples }
+    }
+
+    pub(crate) fn prompt(&self) -> &[TokenId] {
+        self.request.prompt()
+    }
+
+    /// Whether logprobs of the prompt are wanted and not all there.
+    pub(crate) fn wants_prompt_logprobs(&self) -> bool {
+        self.request.params().prompt_logprobs && self.prompt_logprobs.len() + 1 < self.prompt().len()
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        self.samples.iter().all(|sample| sample.ended)
+    }
+
+    /// Makes the output; what has not ended counts as aborted.
+    pub(crate) fn into_output(self) -> RequestOutput {
+        let wants_scores = self.request.params().prompt_logprobs;
+        RequestOutput {
+            request: self.id,
+            id: self.request.caller_id().map(str::to_owned),
+            prompt: self.request.prompt().to_vec(),
+            prompt_logprobs: wants_scores.then_some(self.prompt_logprobs),
+            completions: self.samples.into_iter().map(|sample| sample.completion).collect(),
+        }
+    }
+
+    /// Forgets what belongs to the weights and the KV cache of before; keeps the tokens.
+    pub(crate) fn retract(&mut self) {
+        self.prompt_logprobs.clear();
+        for sample in &mut self.samples {
+            sample.seq = None;
+        }
+    }
+}
+
+impl LiveSample {
+    fn start(request: &Request, seed: u64, index: usize) -> Self {
+        let params = request.params();
+        let completion = Completion {
+            index,
+            tokens: Vec::new(),
+            logprobs: Vec::new(),
+            processed_logprobs: params.processed_logprobs.then(Vec::new),
+            top_logprobs: params.top_logprobs.map(|_| Vec::new()),
+            kept: params.return_kept_set.then(Vec::new),
+            finish_reason: FinishReason::Abort,
+            cached_tokens: 0,
+            versions: Vec::new(),
+            seed,
+        };
+        Self::resume(request, completion)
+    }
+
+    fn resume(request: &Request, completion: Completion) -> Self {
+        let sampler = Sampler::new(
+            request.params(),
+            completion.seed,
+            completion.index,
+            request.prompt(),
+            &completion.tokens,
+        );
+        let ended = !matches!(completion.finish_reason, FinishReason::Abort);
+        Self { completion, ended, seq: None, sampler }
+    }
+
+    pub(crate) fn sampler(&self) -> &Sampler {
+        &self.sampler
+    }
+
+    /// Takes in a sampled token; returns whether it ends the sample.
+    pub(crate) fn push(
+        &mut self,
+        sampled: Sampled,
+        request: &Request,
+        eos: &[TokenId],
+        version: WeightVersion,
+    ) -> bool {
+        let completion = &mut self.completion;
+        let position = completion.tokens.len();
+        completion.tokens.push(sampled.token);
+        completion.logprobs.push(sampled.logprob);
+        push_if_wanted(&mut completion.processed_logprobs, sampled.processed_logprob);
+        push_if_wanted(&mut completion.top_logprobs, sampled.top);
+        push_if_wanted(&mut completion.kept, sampled.kept);
+        match completion.versions.last_mut() {
+            Some(span) if span.version == version => span.tokens.end = position + 1,
+            _ => completion.versions.push(VersionSpan { version, tokens: position..position + 1 }),
+        }
+        self.sampler.observe(sampled.token);
+        let params = request.params();
+        if let Some(by) = stop_cause(params, eos, &completion.tokens) {
+            completion.finish_reason = FinishReason::Stop { by };
+            self.ended = true;
+        } else if completion.tokens.len() >= params.max_new_tokens {
+            completion.finish_reason = FinishReason::Length;
+            self.ended = true;
+        }
+        self.ended
+    }
+
+    /// Ends the sample for this reason.
+    pub(crate) fn end(&mut self, reason: FinishReason) {
+        self.completion.finish_reason = reason;
+        self.ended = true;
+        self.seq = None;
+    }
+}
+
+fn push_if_wanted<T>(list: &mut Option<Vec<T>>, value: Option<T>) {
+    if let (Some(list), Some(value)) = (list, value) {
+        list.push(value);
+    }
+}

@@ -1,0 +1,254 @@
+//! Awake → Sleeping: settle the requests, drop KV and prefix index, keep or discard the weights.
+
+use std::time::{Duration, Instant};
+
+use tracing::info_span;
+
+use super::core::Core;
+use super::serving::{Serving, Shared};
+use super::report::{MemoryReport, Settled, SleepReport};
+use super::state::{Awake, Carried, Discarded, Kept, KeptWeights, Reservations, Sleeping};
+use super::{Engine, Failed, Retention, SleepError};
+use crate::completion::RequestOutput;
+use crate::weights::ResidentWeights;
+
+/// Where kept weights are while the engine sleeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum KeepWeights {
+    /// Copied to host memory; the device's memory is given back.
+    #[default]
+    Parked,
+    /// Where they are: only the KV cache and the activations go.
+    Resident,
+}
+
+/// What happens to requests that are in flight at sleep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum InFlight {
+    /// The sleep is refused.
+    #[default]
+    Refuse,
+    /// They end now, with the tokens they have ([`Engine::take_settled`] hands them out).
+    Abort,
+    /// Steps go on until all have ended or the deadline has passed. A step in progress is finished first.
+    Drain {
+        /// How long, from the call.
+        deadline: Duration,
+        /// What happens to those that are left.
+        then: OnDeadline,
+    },
+    /// They keep their tokens, lose their KV, and go on after the wake, under the weights of then.
+    /// [`Completion::versions`](crate::Completion::versions) says which tokens came from which.
+    Retract,
+}
+
+/// What happens to requests that have not ended when a drain's deadline passes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnDeadline {
+    /// The sleep is refused; the engine goes on serving them.
+    Refuse,
+    /// They are aborted, with the tokens they have.
+    Abort,
+    /// They are retracted.
+    Retract,
+}
+
+/// Options of [`Engine::sleep`] and [`Engine::sleep_discarding`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SleepOptions {
+    /// Where the weights are meanwhile; [`Engine::sleep_discarding`] has no use for it.
+    pub weights: KeepWeights,
+    /// What happens to requests in flight.
+    pub in_flight: InFlight,
+}
+
+impl SleepOptions {
+    /// Keeps the weights resident.
+    #[must_use]
+    pub fn resident(mut self) -> Self {
+        self.weights = KeepWeights::Resident;
+        self
+    }
+
+    /// Settles requests in flight so.
+    #[must_use]
+    pub fn in_flight(mut self, policy: InFlight) -> Self {
+        self.in_flight = policy;
+        self
+    }
+}
+
+impl Engine<Awake> {
+    /// Goes to sleep with the weights kept. When this returns, the memory that the report gives as freed is
+    /// back with the system.
+    ///
+    /// Because it takes the engine, no call can be in progress and no [`Session`](super::Session) alive.
+    /// Behind an `Arc`, the last owner sleeps (`Arc::into_inner`).
+    ///
+    /// # Errors
+    /// [`SleepError`], with the engine awake and serving.
+    pub fn sleep(self, options: SleepOptions) -> Result<Engine<Sleeping<Kept>>, Failed<Awake, SleepError>> {
+        let _span = info_span!("sleep", weights = ?options.weights, in_flight = ?options.in_flight).entered();
+        let begin = Instant::now();
+        // The one step that can fail for want of memory comes before anything is undone.
+        let parked = match options.weights {
+            KeepWeights::Resident => None,
+            KeepWeights::Parked => match park(&self.core, &self.state.weights) {
+                Ok(bytes) => Some(bytes),
+                Err(error) => return Err(Failed::new(self, error)),
+            },
+        };
+        let park_time = begin.elapsed();
+        let (engine, parts) = self.fall_asleep(options.in_flight)?;
+        let FellAsleep { weights, reservations, carried, mut report } = parts;
+        let begin = Instant::now();
+        let kept = match parked {
+            None => KeptWeights::Resident(weights),
+            Some(bytes) => {
+                let version = weights.version();
+                let (reserved, freed) = weights.release();
+                report.freed.weights_bytes = freed as u64;
+                report.parked_bytes = bytes.len() as u64;
+                KeptWeights::Parked { bytes, reserved, version }
+            }
+        };
+        report.park = park_time;
+        report.free += begin.elapsed();
+        tracing::info!(?report, "asleep");
+        let state = Sleeping { weights: Kept(kept), reservations, carried, report };
+        Ok(Engine { core: engine, state })
+    }
+
+    /// Goes to sleep and discards the weights: only a complete load leads on. When this returns, the memory
+    /// that the report gives as freed is back with the system.
+    ///
+    /// # Errors
+    /// [`SleepError`], with the engine awake and serving.
+    pub fn sleep_discarding(
+        self,
+        options: SleepOptions,
+    ) -> Result<Engine<Sleeping<Discarded>>, Failed<Awake, SleepError>> {
+        let _span = info_span!("sleep_discarding", in_flight = ?options.in_flight).entered();
+        let (core, FellAsleep { weights, reservations, carried, mut report }) =
+            self.fall_asleep(options.in_flight)?;
+        let begin = Instant::now();
+        let last = Some(weights.version());
+        let (reserved, freed) = weights.release();
+        report.freed.weights_bytes = freed as u64;
+        report.free += begin.elapsed();
+        tracing::info!(?report, "asleep");
+        let state = Sleeping { weights: Discarded { reserved, last }, reservations, carried, report };
+        Ok(Engine { core, state })
+    }
+
+    /// Settles the requests and frees what only an awake engine has.
+    fn fall_asleep(self, in_flight: InFlight) -> Result<(Core, FellAsleep), Failed<Awake, SleepError>> {
+        let begin = Instant::now();
+        let (mut core, state) = self.into_parts();
+        let Awake { weights, shared, report } = state;
+        let (mut mailbox, mut executor) = shared.into_parts();
+        let mut serving = Serving { mailbox: &mut mailbox, executor: &mut executor };
+        let settled = match settle(&mut serving, &weights, in_flight, begin) {
+            Ok(settled) => settled,
+            Err(error) => {
+                let shared = Shared::new(mailbox, executor);
+                return Err(Failed::new(Engine { core, state: Awake { weights, shared, report } }, error));
+            }
+        };
+        let settle = begin.elapsed();
+        tracing::debug!(?settled, "requests settled");
+        let begin = Instant::now();
+        core.next_request = mailbox.next_request();
+        let closed = executor.close();
+        let (kv, kv_freed) = closed.kv.release();
+        let (workspace, workspace_freed) = closed.workspace.release();
+        let report = SleepReport {
+            version: Some(weights.version()),
+            settled,
+            blocks_dropped: closed.blocks_dropped,
+            freed: MemoryReport {
+                kv_cache_bytes: kv_freed as u64,
+                workspace_bytes: workspace_freed as u64,
+                ..MemoryReport::default()
+            },
+            settle,
+            free: begin.elapsed(),
+            ..SleepReport::default()
+        };
+        let carried = Carried { retracted: closed.retracted, settled: mailbox.take_finished() };
+        let reservations = Reservations { kv, workspace };
+        Ok((core, FellAsleep { weights, reservations, carried, report }))
+    }
+}
+
+struct FellAsleep {
+    weights: ResidentWeights,
+    reservations: Reservations,
+    carried: Carried,
+    report: SleepReport,
+}
+
+/// Copies the weights into host memory.
+fn park(core: &Core, weights: &ResidentWeights) -> Result<Vec<u8>, SleepError> {
+    let needed = weights.bytes();
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(needed).map_err(|_| SleepError::Park { needed_bytes: needed as u64 })?;
+    bytes.resize(needed, 0);
+    weights.read(&*core.parts.device, &mut bytes);
+    Ok(bytes)
+}
+
+/// Ends, drains or marks as retracted every request in flight. On an error nothing was ended that had not
+/// ended by itself.
+fn settle(
+    serving: &mut Serving<'_>,
+    weights: &ResidentWeights,
+    in_flight: InFlight,
+    begin: Instant,
+) -> Result<Settled, SleepError> {
+    serving.collect();
+    let mut settled = Settled::default();
+    let rest = match in_flight {
+        InFlight::Refuse => OnDeadline::Refuse,
+        InFlight::Abort => OnDeadline::Abort,
+        InFlight::Retract => OnDeadline::Retract,
+        InFlight::Drain { deadline, then } => {
+            let before = serving.executor.live_requests();
+            while serving.executor.has_live() && begin.elapsed() < deadline {
+                serving.step(weights)?;
+            }
+            let left = serving.executor.live_requests();
+            if !left.is_empty() && then == OnDeadline::Refuse {
+                let waited = begin.elapsed();
+                return Err(SleepError::DrainDeadline { live_requests: left.len(), waited });
+            }
+            settled.drained = before.into_iter().filter(|id| !left.contains(id)).collect();
+            then
+        }
+    };
+    let live = serving.executor.live_requests();
+    match rest {
+        OnDeadline::Refuse if live.is_empty() => {}
+        OnDeadline::Refuse => return Err(SleepError::InFlight { live_requests: live.len() }),
+        OnDeadline::Abort => {
+            serving.abort(&live);
+            settled.aborted = live;
+        }
+        OnDeadline::Retract => settled.retracted = live,
+    }
+    Ok(settled)
+}
+
+impl<W: Retention> Engine<Sleeping<W>> {
+    /// What going to sleep did.
+    pub fn report(&self) -> &SleepReport {
+        &self.state.report
+    }
+
+    /// Takes the outputs of requests that had ended by the time the engine slept and were not handed out
+    /// yet: those aborted or drained at the sleep, and those that no step had returned. What is not taken
+    /// here is returned by the first step after the wake.
+    pub fn take_settled(&mut self) -> Vec<RequestOutput> {
+        std::mem::take(&mut self.state.carried.settled)
+    }
+}

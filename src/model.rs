@@ -1,0 +1,9 @@
+//! The model: its configuration, its memory, and one transformer written over the device's operations.
+
+mod config;
+mod memory;
+mod transformer;
+
+pub use config::{ConfigError, ModelConfig};
+pub(crate) use memory::{KvMemory, Workspace};
+pub(crate) use transformer::{Batch, BatchSpan, Transformer};
