@@ -22,7 +22,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let tokenizer = Tokenizer::from_file(format!("{model}/tokenizer.json")).map_err(|e| e.to_string())?;
     let engine = Engine::builder(&model).build()?;
-    let tokens = tokenizer.encode(prompt.as_str(), false).map_err(|e| e.to_string())?.get_ids().to_vec();
+    let tokens = tokenizer.encode(prompt.as_str(), true).map_err(|e| e.to_string())?.get_ids().to_vec();
 
     let begin = std::time::Instant::now();
     let outputs = engine.generate(&[Request::new(tokens).max_new_tokens(48).temperature(0.0)])?;
