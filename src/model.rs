@@ -4,6 +4,6 @@ mod config;
 mod memory;
 mod transformer;
 
-pub use config::{ConfigError, ModelConfig};
+pub use config::{ConfigError, ModelConfig, ModelFamily, RopeScaling};
 pub(crate) use memory::{KvMemory, Workspace};
 pub(crate) use transformer::{Batch, BatchSpan, Transformer};

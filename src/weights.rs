@@ -1,5 +1,24 @@
 //! Weights: what a model needs, where they come from, what they are (digest, version).
 
+mod bounded;
+mod checkpoint;
+mod digest;
+mod json;
+mod manifest;
+mod safetensors;
+mod source;
 mod spec;
+#[cfg(test)]
+pub(crate) mod testing;
+mod views;
 
+pub(crate) use bounded::{ReadError, read_bounded};
+pub use checkpoint::Checkpoint;
+pub use digest::{ParseDigestError, WeightVersion, WeightsDigest};
+pub(crate) use digest::{TensorDigest, TensorHasher};
+pub(crate) use json::UniqueKeys;
+pub use manifest::{Manifest, Match, TiedHead, WeightsMismatch, WrongDType, WrongShape};
+pub use safetensors::{SafetensorsBytes, SafetensorsError, SafetensorsFile};
+pub use source::{SourceError, UnsupportedTensor, WeightSource};
 pub use spec::{DType, TensorSpec};
+pub use views::TensorSet;

@@ -41,3 +41,10 @@ pub struct TensorSpec {
     /// Row-major; a linear layer is `[out_features, in_features]`.
     pub shape: Vec<usize>,
 }
+
+impl TensorSpec {
+    /// Bytes of the whole tensor; `None` if that overflows.
+    pub fn checked_bytes(&self) -> Option<usize> {
+        self.shape.iter().try_fold(self.dtype.size(), |bytes, &dimension| bytes.checked_mul(dimension))
+    }
+}
