@@ -1,0 +1,1 @@
+//! Draws tokens from logits.
