@@ -55,7 +55,9 @@ pub enum RequestError {
         vocab_size: usize,
     },
     /// The longest completion would not fit the context.
-    #[error("{prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed max_model_len {max_model_len}")]
+    #[error(
+        "{prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed max_model_len {max_model_len}"
+    )]
     TooLong {
         /// Tokens of the prompt.
         prompt_tokens: usize,

@@ -163,7 +163,10 @@ fn check_carried(
             return Err(RequestError::ResumeLogprob { index, position, value: logprobs[position] });
         }
     }
-    VersionSpan::check_cover(&carried.versions, tokens)
-        .map_err(|covered| RequestError::ResumeVersions { index, covered, tokens })?;
+    VersionSpan::check_cover(&carried.versions, tokens).map_err(|covered| RequestError::ResumeVersions {
+        index,
+        covered,
+        tokens,
+    })?;
     limits.check_tokens(TokenList::Resume, &carried.tokens)
 }

@@ -49,9 +49,14 @@ pub(super) mod logit_bias {
 
     use super::*;
 
-    pub(crate) fn serialize<S: Serializer>(bias: &[(TokenId, f32)], serializer: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<S: Serializer>(
+        bias: &[(TokenId, f32)],
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         if let Some((token, value)) = bias.iter().find(|(_, v)| v.is_nan() || *v == f32::INFINITY) {
-            return Err(S::Error::custom(format_args!("logit bias {value} of token {token} has no JSON form")));
+            return Err(S::Error::custom(format_args!(
+                "logit bias {value} of token {token} has no JSON form"
+            )));
         }
         serializer.collect_seq(bias.iter().map(|&(token, value)| (token, value.is_finite().then_some(value))))
     }
