@@ -152,7 +152,7 @@ fn cut_at_mass(
         }
         mass += weight;
     }
-    // Only if `top_p * total` rounded up beyond the total.
+    // Not reached: `wanted` is at most the total.
     cut
 }
 

@@ -207,10 +207,12 @@ proptest! {
         };
         let limits = crate::RequestLimits { vocab_size: 40, max_model_len: 100 };
         let request = crate::Request::new([1]).params(params.clone());
-        if request.validate(&limits).is_ok() {
-            if let Ok(sampled) = sampler(&params, seed, 0, &[1, 2], &[3, 3]).sample(&logits, 2, &mut SamplerScratch::default()) {
-                prop_assert!(sampled.logprob.is_finite() && sampled.processed_logprob.unwrap().is_finite());
-            }
+        let sampler = sampler(&params, seed, 0, &[1, 2], &[3, 3]);
+        if request.validate(&limits).is_ok()
+            && let Ok(sampled) = sampler.sample(&logits, 2, &mut SamplerScratch::default())
+        {
+            prop_assert!(sampled.logprob.is_finite());
+            prop_assert!(sampled.processed_logprob.unwrap().is_finite());
         }
     }
 }
