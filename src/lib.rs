@@ -60,9 +60,10 @@ pub use engine::{
     Retention, Session, Settled, SimdPath, SleepError, SleepOptions, SleepReport, Sleeping, State, StepError,
     StepOutput, WakeError, WakeReport, WeightsLoaded,
 };
-pub use model::{ConfigError, ModelConfig};
-pub use request::{Request, RequestError, RequestLimits, SamplingParams, TokenId};
+pub use model::{ConfigError, ModelConfig, ModelFamily, RopeScaling};
+pub use request::{Request, RequestError, RequestLimits, SamplingParams, TokenId, TokenList};
 pub use weights::{
-    Checkpoint, DType, Manifest, MixedDTypes, SafetensorsFile, SourceError, TensorSet, TensorSpec,
-    TransferError, WeightSource, WeightVersion, WeightsDigest, WeightsMismatch,
+    Checkpoint, DType, Manifest, Match, MixedDTypes, ParseDigestError, SafetensorsBytes, SafetensorsError,
+    SafetensorsFile, SourceError, TensorSet, TensorSpec, TiedHead, TransferError, UnsupportedTensor, WeightSource,
+    WeightVersion, WeightsDigest, WeightsMismatch, WrongDType, WrongShape,
 };
