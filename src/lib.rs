@@ -1,5 +1,7 @@
 //! dormouse
 mod device;
+mod kv;
+mod scheduler;
 mod weights;
 pub use device::DeviceError;
 pub use weights::{DType, TensorSpec};
