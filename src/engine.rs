@@ -76,7 +76,7 @@ impl<S: State> Engine<S> {
     ///
     /// # Errors
     /// Every fault of the set in one error. Nothing changes.
-    pub fn check_weights(&self, offered: &[TensorSpec]) -> Result<(), WeightsMismatch> {
+    pub fn check_weights(&self, offered: &[TensorSpec]) -> Result<(), Box<WeightsMismatch>> {
         self.core.parts.manifest.check(offered).map(|_: Match| ())
     }
 

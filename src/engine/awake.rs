@@ -93,7 +93,7 @@ impl Engine<Awake> {
     /// is finished first; when this returns, their blocks are free.
     ///
     /// An output that was aborted can be submitted again and goes on with the same random stream:
-    /// [`RequestOutput::resume`].
+    /// [`Request::resume`].
     pub fn abort(&self, ids: &[RequestId]) -> Aborted {
         self.state.shared.between_steps(|serving| {
             let aborted = serving.abort(ids);
@@ -161,19 +161,20 @@ impl Engine<Awake> {
         let mut mailbox = self.state.shared.mailbox();
         let mut ids = Vec::with_capacity(requests.len());
         for (index, (request, _)) in requests.iter().enumerate() {
-            match mailbox.register(request.caller_id()) {
+            match mailbox.register(request.id.as_deref()) {
                 Ok(id) => ids.push(id),
                 Err(error) => {
-                    requests[..index].iter().for_each(|(r, _)| mailbox.unregister(r.caller_id()));
+                    requests[..index].iter().for_each(|(r, _)| mailbox.unregister(r.id.as_deref()));
                     return Err((index, error));
                 }
             }
         }
         let seed = self.core.parts.limits.seed;
+        let eos = &self.core.parts.config.eos_token_ids;
         for (&id, (request, session)) in ids.iter().zip(requests) {
             // Without a seed of its own a request gets one by its number.
             let seed = splitmix(seed.wrapping_add(id.get()));
-            mailbox.submit(LiveRequest::new(id, request, owner, session, seed));
+            mailbox.submit(LiveRequest::new(id, request, owner, session, seed, eos));
         }
         Ok(ids)
     }

@@ -9,7 +9,7 @@ use super::{Awake, BuildError, Engine, Failed, SleepReport};
 use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvShape};
 use crate::model::{KvMemory, ModelConfig, Workspace};
-use crate::scheduler::PrefixCache;
+use crate::kv::PrefixCache;
 use crate::weights::{Checkpoint, DType, Manifest, TensorSpec, WeightLayout, WeightSource};
 
 pub use crate::device::cpu::SimdPath;
@@ -313,7 +313,8 @@ impl EngineBuilder {
             logit_rows: LOGIT_ROWS.min(self.max_num_batched_tokens),
             prefix_cache: match (self.prefix_cache, self.prefix_cache_blocks) {
                 (false, _) => PrefixCache::Off,
-                (true, cap) => PrefixCache::On { max_cached_blocks: cap },
+                (true, None) => PrefixCache::Unlimited,
+                (true, Some(blocks)) => PrefixCache::AtMost(blocks),
             },
             seed: self.seed,
         })

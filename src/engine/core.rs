@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use crate::device::{Device, KvShape};
 use crate::model::{ModelConfig, Transformer};
-use crate::scheduler::{PrefixCache, SchedulerConfig};
+use crate::kv::PrefixCache;
+use crate::scheduler::SchedulerConfig;
 use crate::weights::{Manifest, WeightLayout, WeightVersion};
 
 /// Sizes fixed when the engine was built.

@@ -70,7 +70,7 @@ pub enum BuildError {
     Source(#[from] SourceError),
     /// The checkpoint does not hold the model's weights.
     #[error(transparent)]
-    Weights(#[from] WeightsMismatch),
+    Weights(#[from] Box<WeightsMismatch>),
     /// Parts that the engine fuses have different dtypes.
     #[error(transparent)]
     MixedDTypes(#[from] MixedDTypes),
@@ -147,7 +147,7 @@ pub enum LoadError {
     Source(#[from] SourceError),
     /// The source is not a complete, fitting set: every fault is listed.
     #[error(transparent)]
-    Mismatch(#[from] WeightsMismatch),
+    Mismatch(#[from] Box<WeightsMismatch>),
     /// The contents did not arrive as the index had said.
     #[error(transparent)]
     Transfer(#[from] TransferError),

@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::core::{Core, Parts};
-use super::requests::{LiveRequest, Owner};
+use super::requests::{LiveRequest, Owner, SessionTurn};
 use super::{EngineStats, StepError};
+use crate::kv::Salt;
 use crate::completion::{CompletionError, FinishReason, RequestId, RequestOutput};
 use crate::model::{Batch, BatchSpan, KvMemory, Workspace};
-use crate::sampling::{NonFiniteLogits, Sampled, SamplerScratch, log_sum_exp, logprob};
-use crate::scheduler::{NewSequence, PinId, Scheduler, SeqId, StepPlan};
+use crate::sampling::{SampleError, Sampled, SamplerScratch, log_sum_exp, logprob};
+use crate::scheduler::{AddError, NewSequence, PinId, Scheduler, SeqId, StepPlan};
 use crate::weights::{ResidentWeights, WeightVersion};
 
 /// A request's end, on its way to its owner.
@@ -70,8 +71,8 @@ enum Wanted {
 
 /// What came of a row's logits. Applied when the whole step has succeeded.
 enum Row {
-    Prompt { request: RequestId, logprob: f32 },
-    Next { seq: SeqId, samples: Vec<(usize, Result<Sampled, NonFiniteLogits>)> },
+    Prompt { request: RequestId, position: usize, logprob: f32 },
+    Next { seq: SeqId, samples: Vec<(usize, Result<Sampled, SampleError>)> },
 }
 
 impl Executor {
@@ -131,25 +132,20 @@ impl Executor {
         let fresh = open.len() == request.samples.len()
             && request.samples.iter().all(|sample| sample.completion.tokens.is_empty());
         let leaders = if fresh { 1 } else { ids.len() };
-        let mut never_fits = None;
+        let mut refused = None;
         for (&sample, &seq) in open.iter().zip(&ids).take(leaders) {
             let forks = if fresh { ids[1..].to_vec() } else { Vec::new() };
             // One sequence computes the prompt's logprobs.
             let scores = request.wants_prompt_logprobs() && sample == open[0];
             let new = new_sequence(&request, sample, seq, forks, scores);
             if let Err(error) = self.scheduler.add(new) {
-                never_fits = Some(error);
+                refused = Some(error);
             }
         }
         let id = request.id;
         self.requests.insert(id, request);
-        if let Some(error) = never_fits {
-            // Submission checks this; a retracted request meets the same pool. Still: an answer, not a hang.
-            let error = CompletionError::NoCapacity {
-                needed_blocks: error.needed_blocks,
-                available_blocks: error.total_blocks,
-            };
-            self.end_request(id, FinishReason::Error(error));
+        if let Some(error) = refused {
+            self.end_request(id, FinishReason::Error(no_capacity(&error)));
         } else if open.is_empty() {
             self.close_if_ended(id);
         }
@@ -157,7 +153,7 @@ impl Executor {
 
     fn next_seq_id(&mut self) -> SeqId {
         self.next_seq += 1;
-        SeqId::new(self.next_seq)
+        SeqId(self.next_seq)
     }
 
     /// Ends these requests with what they have; returns those that were live.
@@ -200,10 +196,7 @@ impl Executor {
         self.scheduler.complete_step();
         for row in rows {
             match row {
-                Row::Prompt { request, logprob } => {
-                    let request = self.requests.get_mut(&request).expect("its sequence is running");
-                    request.prompt_logprobs.push(logprob);
-                }
+                Row::Prompt { request, position, logprob } => self.score(request, position, logprob),
                 Row::Next { seq, samples } => progress.sampled_tokens += self.advance(seq, samples),
             }
         }
@@ -214,19 +207,29 @@ impl Executor {
         Ok(progress)
     }
 
+    /// Takes in the logprob of a prompt's token.
+    fn score(&mut self, id: RequestId, position: usize, logprob: f32) {
+        if !logprob.is_finite() {
+            let error = CompletionError::NonFiniteLogits { position };
+            self.end_request(id, FinishReason::Error(error));
+        } else if let Some(request) = self.requests.get_mut(&id) {
+            request.prompt_logprobs.push(logprob);
+        }
+    }
+
     fn note_plan(&mut self, plan: &StepPlan) {
         self.stats.preemptions += plan.preempted.len() as u64;
         for admitted in &plan.admitted {
             let (request, sample) = self.sequences[&admitted.seq];
             let request = self.requests.get_mut(&request).expect("its sequence is live");
+            let cached = admitted.cached_tokens.min(request.prompt().len());
             let completion = &mut request.samples[sample].completion;
             if completion.tokens.is_empty() {
-                let cached = admitted.cached_tokens.min(request.request.prompt().len());
                 completion.cached_tokens = cached;
                 self.stats.cached_tokens += cached as u64;
             }
         }
-        for stuck in &plan.stuck {
+        if let Some(stuck) = &plan.stuck {
             let error = CompletionError::NoCapacity {
                 needed_blocks: stuck.needed_blocks,
                 available_blocks: stuck.available_blocks,
@@ -240,21 +243,19 @@ impl Executor {
     fn batch(&self, plan: &StepPlan) -> (Batch, Vec<Wanted>) {
         let mut batch = Batch::default();
         let mut wanted = Vec::new();
-        batch.copies = plan.copies.iter().map(|(from, to)| (from.index(), to.index())).collect();
-        let block_size = self.parts.limits.kv.block_size;
+        batch.copies = plan.copies.iter().map(|(from, to)| (from.0, to.0)).collect();
         for chunk in &plan.chunks {
-            let sequence = self.scheduler.sequence(chunk.seq);
+            let sequence = self.scheduler.sequence(chunk.seq).expect("a planned sequence is live");
             let (request, _) = self.sequences[&chunk.seq];
             let request = &self.requests[&request];
-            let table: Vec<u32> = sequence.block_table().iter().map(|block| block.index()).collect();
+            let table: Vec<u32> = sequence.blocks().iter().map(|block| block.0).collect();
             let first_row = batch.tokens.len();
             let scores = request.wants_prompt_logprobs() && self.scores_prompt(request, chunk.seq);
-            for position in chunk.range.clone() {
+            batch.slots.extend(self.scheduler.slots(chunk.seq, chunk.positions.clone()));
+            for position in chunk.positions.clone() {
                 let row = batch.tokens.len() as u32;
                 batch.tokens.push(sequence.tokens()[position]);
                 batch.positions.push(position as u32);
-                let slot = table[position / block_size] as usize * block_size + position % block_size;
-                batch.slots.push(slot as u32);
                 let next = position + 1;
                 if scores && next < request.prompt().len() && next > request.prompt_logprobs.len() {
                     batch.logit_rows.push(row);
@@ -267,8 +268,8 @@ impl Executor {
             }
             batch.spans.push(BatchSpan {
                 first_row,
-                rows: chunk.range.len(),
-                first_position: chunk.range.start,
+                rows: chunk.positions.len(),
+                first_position: chunk.positions.start,
                 block_table: table,
             });
         }
@@ -300,7 +301,7 @@ impl Executor {
                     Wanted::Prompt { request, position } => {
                         let token = requests[&request].prompt()[position];
                         let logprob = logprob(logits, log_sum_exp(logits), token);
-                        Row::Prompt { request, logprob }
+                        Row::Prompt { request, position, logprob }
                     }
                     Wanted::Next { seq } => {
                         let (request, sample) = sequences[&seq];
@@ -317,7 +318,7 @@ impl Executor {
     fn advance(
         &mut self,
         seq: SeqId,
-        samples: Vec<(usize, Result<Sampled, NonFiniteLogits>)>,
+        samples: Vec<(usize, Result<Sampled, SampleError>)>,
     ) -> usize {
         let Some(&(id, leader)) = self.sequences.get(&seq) else { return 0 };
         if samples.is_empty() {
@@ -329,17 +330,15 @@ impl Executor {
         for (sample, sampled) in samples.into_iter().rev() {
             let request = self.requests.get_mut(&id).expect("it has an open sample");
             let prompt_len = request.prompt().len();
-            let arc = Arc::clone(&request.request);
             let live = &mut request.samples[sample];
-            let token = sampled.as_ref().map(|s| s.token);
+            let token = sampled.as_ref().map(|s| s.token).ok();
             match sampled {
                 Ok(sampled) => {
-                    live.push(sampled, &arc, &self.parts.config.eos_token_ids, self.version);
+                    live.push(sampled, &request.request.params, &self.parts.config.eos_token_ids, self.version);
                 }
-                Err(NonFiniteLogits) => {
+                Err(error) => {
                     let position = prompt_len + live.completion.tokens.len();
-                    live.completion.finish_reason =
-                        FinishReason::Error(CompletionError::NonFiniteLogits { position });
+                    live.completion.finish_reason = FinishReason::Error(error.at(position));
                     live.ended = true;
                 }
             }
@@ -348,8 +347,8 @@ impl Executor {
             if sample != leader {
                 live.completion.cached_tokens = prompt_len;
                 self.stats.cached_tokens += prompt_len as u64;
-                self.scheduler.fork(seq, own, token.unwrap_or(0));
-            } else if let (false, Ok(token)) = (ended, token) {
+                self.scheduler.fork(seq, own, token.unwrap_or_default());
+            } else if let (false, Some(token)) = (ended, token) {
                 self.scheduler.append(own, token);
             }
             if ended {
@@ -366,8 +365,8 @@ impl Executor {
         let Some(seq) = request.samples[sample].seq.take() else { return };
         self.sequences.remove(&seq);
         if request.session.is_some() {
-            let pin = self.scheduler.finish_and_pin(seq);
-            request.session = Some(super::requests::SessionTurn { pinned: Some(pin) });
+            let pinned = self.scheduler.finish_and_pin(seq).map(|(_, pin)| pin);
+            request.session = Some(SessionTurn { pinned });
         } else {
             self.scheduler.finish(seq);
         }
@@ -408,9 +407,9 @@ impl Executor {
             waiting: scheduler.waiting,
             running: scheduler.running,
             blocks: self.parts.limits.kv.num_blocks,
-            blocks_free: scheduler.blocks_free,
-            blocks_cached: scheduler.blocks_cached,
-            blocks_owned: scheduler.blocks_owned,
+            blocks_free: scheduler.free_blocks,
+            blocks_cached: scheduler.cached_blocks,
+            blocks_owned: scheduler.owned_blocks,
             ..self.stats
         }
     }
@@ -423,9 +422,20 @@ impl Executor {
         Closed {
             kv: self.kv,
             workspace: self.workspace,
-            blocks_dropped: stats.blocks_cached + stats.blocks_owned,
+            blocks_dropped: stats.cached_blocks + stats.owned_blocks,
             retracted,
         }
+    }
+}
+
+/// Submission checks lengths against the pool, and a session's turns go on from its pin: what is refused all
+/// the same gets an answer instead of waiting for ever.
+fn no_capacity(error: &AddError) -> CompletionError {
+    match *error {
+        AddError::NeverFits { needed_blocks, total_blocks, .. } => {
+            CompletionError::NoCapacity { needed_blocks, available_blocks: total_blocks }
+        }
+        _ => CompletionError::NoCapacity { needed_blocks: 0, available_blocks: 0 },
     }
 }
 
@@ -442,8 +452,8 @@ fn new_sequence(
         id: seq,
         tokens,
         prompt_len,
-        max_tokens: prompt_len + request.request.params().max_new_tokens,
-        salt: request.request.cache_salt().map(|salt| salt.to_owned()),
+        max_tokens: prompt_len + request.request.params.max_new_tokens,
+        salt: request.request.cache_salt.as_ref().map(|salt| Salt(salt.as_bytes().into())),
         recompute_from: if scores { request.prompt_logprobs.len() } else { usize::MAX },
         forks,
         pinned: request.session.and_then(|turn| turn.pinned),
@@ -457,8 +467,8 @@ fn sample_next(
     sample: usize,
     logits: &[f32],
     scratch: &mut SamplerScratch,
-) -> Vec<(usize, Result<Sampled, NonFiniteLogits>)> {
-    if request.request.params().max_new_tokens == 0 {
+) -> Vec<(usize, Result<Sampled, SampleError>)> {
+    if request.request.params.max_new_tokens == 0 {
         return Vec::new();
     }
     let all_start = sample == 0 && request.samples.iter().all(|s| !s.ended && s.completion.tokens.is_empty());

@@ -102,7 +102,8 @@ impl Engine<WeightsLoaded> {
 
 /// Compares the source's index with the manifest.
 fn check(manifest: &Manifest, source: &mut dyn WeightSource) -> Result<Match, LoadError> {
-    Ok(manifest.check(&source.index()?)?)
+    let offered = source.index()?;
+    Ok(manifest.check_all(&offered, source.unsupported())?)
 }
 
 /// How a kind of sleep takes in new weights. On an error it comes back as it was.
@@ -199,7 +200,7 @@ fn fill(
         version: WeightVersion { counter: core.version_counter + 1, digest },
         previous,
         tensors: parts.manifest.tensors().len(),
-        received_bytes: parts.manifest.total_bytes(),
+        received_bytes: parts.manifest.bytes(),
         taken_bytes: arena.committed() as u64,
         peak_weights_bytes: arena.committed() as u64,
         check: std::time::Duration::ZERO,

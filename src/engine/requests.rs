@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::completion::{Completion, FinishReason, RequestId, RequestOutput, VersionSpan};
-use crate::request::{Request, TokenId};
+use crate::request::{Request, SamplingParams, TokenId};
 use crate::sampling::{Sampled, Sampler, stop_cause};
 use crate::scheduler::{PinId, SeqId};
 use crate::weights::WeightVersion;
@@ -28,7 +28,7 @@ pub(crate) struct SessionTurn {
 #[derive(Debug)]
 pub(crate) struct LiveRequest {
     pub(crate) id: RequestId,
-    pub(crate) request: Arc<Request>,
+    pub(crate) request: Request,
     pub(crate) owner: Owner,
     pub(crate) session: Option<SessionTurn>,
     pub(crate) prompt_logprobs: Vec<f32>,
@@ -55,23 +55,27 @@ impl LiveRequest {
         owner: Owner,
         session: Option<SessionTurn>,
         default_seed: u64,
+        eos: &[TokenId],
     ) -> Self {
-        let request = Arc::new(request);
-        let seed = request.params().seed.unwrap_or(default_seed);
-        let samples = match request.carried() {
-            Some(carried) => carried.iter().map(|c| LiveSample::resume(&request, c.clone())).collect(),
-            None => (0..request.params().n).map(|index| LiveSample::start(&request, seed, index)).collect(),
-        };
+        let seed = request.params.seed.unwrap_or(default_seed);
+        let params = Arc::new(request.params.clone());
+        let samples = (0..params.samples)
+            .map(|index| {
+                let carried = request.carried(index).cloned();
+                let completion = carried.unwrap_or_else(|| Completion::start(index, seed, &params));
+                LiveSample::new(&request.prompt, completion, &params, eos)
+            })
+            .collect();
         Self { id, request, owner, session, prompt_logprobs: Vec::new(), samples }
     }
 
     pub(crate) fn prompt(&self) -> &[TokenId] {
-        self.request.prompt()
+        &self.request.prompt
     }
 
     /// Whether logprobs of the prompt are wanted and not all there.
     pub(crate) fn wants_prompt_logprobs(&self) -> bool {
-        self.request.params().prompt_logprobs && self.prompt_logprobs.len() + 1 < self.prompt().len()
+        self.request.params.prompt_logprobs && self.prompt_logprobs.len() + 1 < self.prompt().len()
     }
 
     pub(crate) fn has_ended(&self) -> bool {
@@ -80,12 +84,11 @@ impl LiveRequest {
 
     /// Makes the output; what has not ended counts as aborted.
     pub(crate) fn into_output(self) -> RequestOutput {
-        let wants_scores = self.request.params().prompt_logprobs;
         RequestOutput {
             request: self.id,
-            id: self.request.caller_id().map(str::to_owned),
-            prompt: self.request.prompt().to_vec(),
-            prompt_logprobs: wants_scores.then_some(self.prompt_logprobs),
+            id: self.request.id,
+            prompt: self.request.prompt,
+            prompt_logprobs: self.request.params.prompt_logprobs.then_some(self.prompt_logprobs),
             completions: self.samples.into_iter().map(|sample| sample.completion).collect(),
         }
     }
@@ -100,32 +103,17 @@ impl LiveRequest {
 }
 
 impl LiveSample {
-    fn start(request: &Request, seed: u64, index: usize) -> Self {
-        let params = request.params();
-        let completion = Completion {
-            index,
-            tokens: Vec::new(),
-            logprobs: Vec::new(),
-            processed_logprobs: params.processed_logprobs.then(Vec::new),
-            top_logprobs: params.top_logprobs.map(|_| Vec::new()),
-            kept: params.return_kept_set.then(Vec::new),
-            finish_reason: FinishReason::Abort,
-            cached_tokens: 0,
-            versions: Vec::new(),
-            seed,
-        };
-        Self::resume(request, completion)
-    }
-
-    fn resume(request: &Request, completion: Completion) -> Self {
-        let sampler = Sampler::new(
-            request.params(),
-            completion.seed,
-            completion.index,
-            request.prompt(),
-            &completion.tokens,
-        );
-        let ended = !matches!(completion.finish_reason, FinishReason::Abort);
+    fn new(
+        prompt: &[TokenId],
+        mut completion: Completion,
+        params: &Arc<SamplingParams>,
+        eos: &[TokenId],
+    ) -> Self {
+        let Completion { seed, index, ref tokens, .. } = completion;
+        let sampler = Sampler::new(Arc::clone(params), eos, seed, index, prompt, tokens);
+        let finished = completion.already_finished(params).filter(|_| !tokens.is_empty());
+        let ended = finished.is_some();
+        completion.finish_reason = finished.unwrap_or(FinishReason::Abort);
         Self { completion, ended, seq: None, sampler }
     }
 
@@ -133,27 +121,22 @@ impl LiveSample {
         &self.sampler
     }
 
-    /// Takes in a sampled token; returns whether it ends the sample.
+    /// Takes in a sampled token, which may end the sample.
     pub(crate) fn push(
         &mut self,
         sampled: Sampled,
-        request: &Request,
+        params: &SamplingParams,
         eos: &[TokenId],
         version: WeightVersion,
-    ) -> bool {
+    ) {
         let completion = &mut self.completion;
-        let position = completion.tokens.len();
         completion.tokens.push(sampled.token);
         completion.logprobs.push(sampled.logprob);
         push_if_wanted(&mut completion.processed_logprobs, sampled.processed_logprob);
         push_if_wanted(&mut completion.top_logprobs, sampled.top);
         push_if_wanted(&mut completion.kept, sampled.kept);
-        match completion.versions.last_mut() {
-            Some(span) if span.version == version => span.tokens.end = position + 1,
-            _ => completion.versions.push(VersionSpan { version, tokens: position..position + 1 }),
-        }
+        VersionSpan::push(&mut completion.versions, version);
         self.sampler.observe(sampled.token);
-        let params = request.params();
         if let Some(by) = stop_cause(params, eos, &completion.tokens) {
             completion.finish_reason = FinishReason::Stop { by };
             self.ended = true;
@@ -161,7 +144,6 @@ impl LiveSample {
             completion.finish_reason = FinishReason::Length;
             self.ended = true;
         }
-        self.ended
     }
 
     /// Ends the sample for this reason.

@@ -144,7 +144,7 @@ impl Serving<'_> {
     pub(crate) fn carry(&mut self, carried: Carried) {
         self.mailbox.finished.extend(carried.settled);
         for request in carried.retracted {
-            if let Some(caller_id) = request.request.caller_id() {
+            if let Some(caller_id) = request.request.id.as_deref() {
                 self.mailbox.caller_ids.insert(caller_id.to_owned(), request.id);
             }
             self.mailbox.submissions.push(request);

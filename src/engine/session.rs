@@ -44,12 +44,12 @@ impl<'e> Session<'e> {
     /// The history is then unchanged.
     pub fn generate(&mut self, turn: &Request) -> Result<RequestOutput, GenerateError> {
         let invalid = |source| GenerateError::Request { index: 0, source };
-        let samples = turn.params().n;
+        let samples = turn.params.samples;
         if samples != 1 {
             return Err(invalid(RequestError::SessionSamples { samples }));
         }
-        let prompt = [&self.history, turn.prompt()].concat();
-        let request = turn.with_prompt(prompt);
+        let prompt = [self.history.as_slice(), &turn.prompt].concat();
+        let request = Request { prompt, ..turn.clone() };
         let session = Some(SessionTurn { pinned: self.pin });
         let ids =
             self.engine.enqueue(vec![(request, session)], Owner::Caller).map_err(|(_, error)| invalid(error))?;

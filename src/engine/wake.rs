@@ -8,7 +8,7 @@ use super::core::Core;
 use super::executor::Executor;
 use super::report::{MemoryReport, WakeReport};
 use super::serving::{Mailbox, Serving, Shared};
-use super::state::{Awake, Carried, Reservations, WeightsLoaded};
+use super::state::{Awake, Reservations, WeightsLoaded};
 use super::{Engine, Failed, WakeError};
 use crate::device::DeviceError;
 use crate::model::{KvMemory, Workspace};

@@ -36,7 +36,7 @@ pub(crate) const MAX_HEADS: usize = 4096;
 /// Largest head.
 pub(crate) const MAX_HEAD_DIM: usize = 1024;
 /// Largest vocabulary.
-pub(crate) const MAX_VOCAB_SIZE: usize = 1 << 24;
+pub(crate) const MAX_VOCAB_SIZE: usize = 1 << 22;
 /// Longest context, in tokens.
 pub(crate) const MAX_POSITIONS: usize = 1 << 30;
 /// Most parameters of a whole model: 2^43 take 32 TiB in f32.
@@ -141,6 +141,11 @@ impl ModelConfig {
     /// Su et al. 2021, "RoFormer", §3.2.2; scalings as in transformers' `modeling_rope_utils.py`.
     pub fn rope_inv_freq(&self) -> (Vec<f32>, f32) {
         self.rope.inv_freq(self.head_dim)
+    }
+
+    /// The heads of a fused row of queries, keys and values.
+    pub(crate) fn heads(&self) -> crate::device::HeadShape {
+        crate::device::HeadShape { q_heads: self.q_heads, kv_heads: self.kv_heads, head_dim: self.head_dim }
     }
 
     /// The family.

@@ -118,7 +118,7 @@ impl Transformer {
         let attention = AttentionBatch {
             spans: &spans,
             scale: 1.0 / (self.heads.head_dim as f32).sqrt(),
-            window: self.config.sliding_window(layer),
+            window: self.config.sliding_windows[layer],
         };
         device.attention(qkv.as_view(), self.heads, &attention, kv.layer(layer), out.slice(0, out.len()))?;
         device.matmul(

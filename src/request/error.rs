@@ -66,6 +66,12 @@ pub enum RequestError {
         /// Most tokens of a sequence.
         max_model_len: usize,
     },
+    /// A session's turn has one sample: its history goes on from it.
+    #[error("a session's turn has 1 sample, not {samples}")]
+    SessionSamples {
+        /// Samples asked for.
+        samples: usize,
+    },
     /// The number of samples is 0 or too large.
     #[error("n is {samples}, not 1 to {limit}")]
     SampleCount {

@@ -60,6 +60,12 @@ impl Checkpoint {
         }
     }
 
+    /// Whether the directory holds weights: a single file or an index of shards.
+    pub fn exists(directory: impl AsRef<Path>) -> bool {
+        let directory = directory.as_ref();
+        ["model.safetensors", "model.safetensors.index.json"].iter().any(|file| directory.join(file).exists())
+    }
+
     /// Finds the files and what the index says of them, without opening a shard.
     fn plan(&self) -> Result<Plan, SourceError> {
         let exists = |path: &Path| match std::fs::symlink_metadata(path) {

@@ -79,6 +79,11 @@ impl WeightsDigest {
         Self(*hasher.finalize().as_bytes())
     }
 
+    /// Wraps the bytes of a digest.
+    pub const fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
     /// The bytes.
     pub fn as_bytes(&self) -> &[u8; 32] {
         &self.0

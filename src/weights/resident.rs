@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::layout::{LayerLayout, MatrixId, Place, VectorId, WeightLayout};
-use super::{Manifest, Match, SourceError, TensorHasher, TensorSpec, WeightSource, WeightVersion, WeightsDigest};
+use super::{Manifest, Match, SourceError, TensorDigest, TensorHasher, TensorSpec, WeightSource, WeightVersion, WeightsDigest};
 use crate::device::{Arena, Device, DeviceError, Matrix, QkNorm, Vector};
 
 /// All weights of a model, whole and current: there is no other kind.
@@ -128,11 +128,8 @@ pub enum TransferError {
         received_bytes: u64,
     },
     /// The model ties its head to the embedding, and the source has another head.
-    #[error("{tensor} differs from model.embed_tokens.weight, to which the configuration ties it")]
-    TiedHeadDiffers {
-        /// Its name.
-        tensor: String,
-    },
+    #[error("lm_head.weight differs from model.embed_tokens.weight, to which the configuration ties it")]
+    TiedHeadDiffers,
 }
 
 /// Streams all tensors of `matched` from `source` into the committed, zeroed `arena`.
@@ -146,7 +143,7 @@ pub(crate) fn transfer(
     matched: &Match,
     source: &mut dyn WeightSource,
 ) -> Result<WeightsDigest, TransferError> {
-    let mut order: Vec<(usize, usize)> = matched.pairs().collect();
+    let mut order: Vec<(usize, usize)> = matched.offered.iter().copied().enumerate().collect();
     // The source's order: shards are read from front to back.
     order.sort_unstable_by_key(|&(_, offered)| offered);
     let mut digests = vec![None; manifest.tensors().len()];
@@ -162,28 +159,25 @@ pub(crate) fn transfer(
         digests[index] = Some(hasher.finish());
     }
     let digests: Vec<_> = digests.into_iter().map(|d| d.expect("a match covers the manifest")).collect();
-    if let Some(offered) = matched.tied_head() {
-        check_tied_head(manifest, &digests, offered, source)?;
+    if let Some(head) = matched.tied_head {
+        let embedding = &manifest.tensors()[head.embedding];
+        check_tied_head(embedding, digests[head.embedding], head.offered, source)?;
     }
     source.finish()?;
-    Ok(WeightsDigest::combine(manifest.tensors(), &digests))
+    let names = manifest.tensors().iter().map(|tensor| tensor.name.as_str());
+    Ok(WeightsDigest::combine(names.zip(digests)))
 }
 
 /// A tied head may be sent along if it is the embedding, bit for bit.
 fn check_tied_head(
-    manifest: &Manifest,
-    digests: &[super::TensorDigest],
+    embedding: &TensorSpec,
+    digest: TensorDigest,
     offered: usize,
     source: &mut dyn WeightSource,
 ) -> Result<(), TransferError> {
-    let is_embedding = |t: &TensorSpec| t.name == "model.embed_tokens.weight";
-    let embedding = manifest.tensors().iter().position(is_embedding).expect("every model embeds its tokens");
-    let mut hasher = TensorHasher::new(&manifest.tensors()[embedding]);
+    let mut hasher = TensorHasher::new(embedding);
     source.read(offered, &mut |chunk| hasher.update(chunk))?;
-    if hasher.finish() != digests[embedding] {
-        return Err(TransferError::TiedHeadDiffers { tensor: "lm_head.weight".into() });
-    }
-    Ok(())
+    if hasher.finish() == digest { Ok(()) } else { Err(TransferError::TiedHeadDiffers) }
 }
 
 /// Cuts a tensor's byte stream into whole rows and puts them in their place.

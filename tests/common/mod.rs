@@ -1,5 +1,5 @@
 //! Tiny models with deterministic weights, and a fresh engine as the oracle.
-#![allow(dead_code, reason = "each test binary uses a part")]
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses a part")]
 
 use std::path::Path;
 
