@@ -117,7 +117,12 @@ pub(crate) trait Device: Send + Sync + std::fmt::Debug {
     /// `gate_up`: `[rows, 2 * width]` (gate first), `out`: `[rows, width]` = silu(gate) * up.
     ///
     /// Source: Shazeer 2020, "GLU Variants Improve Transformer", SwiGLU.
-    fn silu_mul(&self, gate_up: View<'_, f32>, width: usize, out: ViewMut<'_, f32>) -> Result<(), DeviceError>;
+    fn silu_mul(
+        &self,
+        gate_up: View<'_, f32>,
+        width: usize,
+        out: ViewMut<'_, f32>,
+    ) -> Result<(), DeviceError>;
 
     /// `out[i] = x[rows[i]]`, rows of `dim` elements.
     fn gather_rows(
