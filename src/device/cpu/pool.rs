@@ -93,6 +93,11 @@ impl Pool {
     /// # Errors
     /// [`DeviceError::Thread`]; those already started are stopped.
     pub(super) fn new(threads: usize) -> Result<Self, DeviceError> {
+        Self::named(threads, "dormouse-cpu")
+    }
+
+    /// [`Pool::new`], with the workers' name.
+    pub(super) fn named(threads: usize, name: &str) -> Result<Self, DeviceError> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
             state: AtomicU64::new(0),
@@ -107,7 +112,7 @@ impl Pool {
         for index in 1..threads {
             let shared = Arc::clone(&pool.shared);
             let worker = std::thread::Builder::new()
-                .name(format!("dormouse-cpu-{index}"))
+                .name(format!("{name}-{index}"))
                 .spawn(move || shared.serve())
                 .map_err(|source| DeviceError::Thread { index, source })?;
             pool.workers.push(worker);
