@@ -10,7 +10,7 @@
 
 use parking_lot::Mutex;
 
-use super::chain::{Rows, StoredF32, extend, for_tile};
+use super::chain::{Rows, StoredF32, extend, for_tile, next_tile};
 use super::host::SharedMut;
 use super::math::{exp, greatest};
 use super::pool::Pool;
@@ -165,7 +165,12 @@ impl Kernel for TaskOf<'_> {
     fn run<L: Lanes>(self) {
         let tile = Tile::new(self.0, self.1);
         tile.prepare(self.2);
-        for_tile!(L, tile.count, compute_scores::<L>(&tile, self.2));
+        let mut entry = 0;
+        while entry < tile.count {
+            let count = next_tile::<L>(tile.count - entry);
+            for_tile!(L, count, compute_scores::<L>(&tile, self.2, entry));
+            entry += count;
+        }
         for entry in 0..tile.count {
             softmax::<L>(&tile, self.2, entry);
         }
@@ -230,12 +235,18 @@ impl<'a> Tile<'a> {
             let keys = &self.call.keys[start(position)..][..(self.head_dim - 1) * block_size + LANES];
             return (keys.as_ptr().cast(), block_size * size_of::<f32>());
         }
-        let (from, to) = (self.visible(0).start, self.visible(self.task.rows - 1).end);
-        for position in position.max(from)..(position + LANES).min(to) {
-            let keys = self.call.keys[start(position)..].iter().step_by(block_size);
-            for (group, &key) in copy.chunks_exact_mut(LANES).zip(keys) {
-                group[position % LANES] = key;
+        let end = (position + LANES).min(self.visible(self.task.rows - 1).end);
+        let mut position = position.max(self.visible(0).start);
+        while position < end {
+            let count = (block_size - position % block_size).min(end - position);
+            let keys = self.call.keys[start(position)..].chunks(block_size);
+            for (group, keys) in copy.chunks_exact_mut(LANES).zip(keys) {
+                // A loop, as runs are too short for a call of `memcpy`.
+                for (to, &from) in group[position % LANES..][..count].iter_mut().zip(keys) {
+                    *to = from;
+                }
             }
+            position += count;
         }
         (copy.as_ptr().cast(), LANES * size_of::<f32>())
     }
@@ -260,10 +271,17 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// Fills the score buffer. Positions that a row doesn't see get scores too, which nobody reads.
+/// Fills the score buffer of entries `entry..entry + R`. Positions that a row doesn't see get scores too,
+/// which nobody reads.
 #[inline(always)]
-fn compute_scores<L: Lanes, const R: usize, const P: usize>(tile: &Tile<'_>, scratch: &mut Scratch) {
+fn compute_scores<L: Lanes, const R: usize, const P: usize>(
+    tile: &Tile<'_>,
+    scratch: &mut Scratch,
+    entry: usize,
+) {
     let Scratch { queries, scores, keys, .. } = scratch;
+    let queries = &queries[entry * tile.head_dim..][..R * tile.head_dim];
+    let scores = &mut scores[entry * tile.stride..][..R * tile.stride];
     // Copied keys are of 16 positions at a time.
     let wide = tile.call.cache.block_size.is_multiple_of(LANES);
     let mut done = 0;
@@ -331,23 +349,25 @@ fn softmax<L: Lanes>(tile: &Tile<'_>, scratch: &mut Scratch, entry: usize) {
 #[inline(always)]
 fn weigh_values<L: Lanes>(tile: &Tile<'_>, scratch: &mut Scratch) {
     let Task { rows, heads, .. } = tile.task;
-    let common = tile.visible(rows - 1).start..tile.visible(0).end;
-    if rows == 1 || common.is_empty() {
-        for row in 0..rows {
-            for_tile!(L, heads, weigh::<L>(tile, scratch, row * heads, tile.visible(row)));
+    // With a narrow window there may be none; then all positions of a row come "before".
+    let (start, end) = (tile.visible(rows - 1).start, tile.visible(0).end);
+    let start = if start < end { start } else { usize::MAX };
+    for step in 0..=2 * rows {
+        let (mut entry, entries, positions) = if step == rows {
+            (0, rows * heads, start..end)
+        } else {
+            let row = step % (rows + 1);
+            let seen = tile.visible(row);
+            let before = seen.start..seen.end.min(start);
+            let after = start.max(end)..seen.end;
+            (row * heads, heads, if step < rows { before } else { after })
+        };
+        let last = entry + entries;
+        while entry < last && !positions.is_empty() {
+            let count = next_tile::<L>(last - entry);
+            for_tile!(L, count, weigh::<L>(tile, scratch, entry, positions.clone()));
+            entry += count;
         }
-        return;
-    }
-    for row in 0..rows {
-        let before = tile.visible(row).start..common.start;
-        if !before.is_empty() {
-            for_tile!(L, heads, weigh::<L>(tile, scratch, row * heads, before.clone()));
-        }
-    }
-    for_tile!(L, tile.count, weigh::<L>(tile, scratch, 0, common.clone()));
-    for row in 1..rows {
-        let after = common.end..tile.visible(row).end;
-        for_tile!(L, heads, weigh::<L>(tile, scratch, row * heads, after.clone()));
     }
 }
 

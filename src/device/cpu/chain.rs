@@ -59,8 +59,11 @@ pub(super) struct Rows {
     pub(super) stride: usize,
 }
 
-/// How far ahead of its use a single row's weights are asked for, in bytes.
+/// How far ahead of its use memory is asked for, in bytes, where few rows share what is loaded.
 const PREFETCH_BYTES: usize = 2048;
+
+/// Rows from which on arithmetic takes longer than loading.
+const PREFETCH_ROWS: usize = 4;
 
 /// Continues the chains of `tile` over `k` steps: `tile[r][p] += x[r][k] * w[p][k]`, where step `k` of `w[p]`
 /// lies `k * step` bytes after `w[p]`.
@@ -75,23 +78,27 @@ pub(super) unsafe fn extend<L: Lanes, S: Stored, const R: usize, const P: usize>
     step: usize,
     k: usize,
 ) {
-    for i in 0..k {
+    let mut from = w;
+    let mut elements = x.start;
+    for _ in 0..k {
         let mut columns = [L::splat(0.0); P];
         for p in 0..P {
-            let from = w[p].wrapping_add(i * step);
-            if R == 1 {
-                L::prefetch(from.wrapping_add(PREFETCH_BYTES));
+            if P > 1 && R <= PREFETCH_ROWS {
+                L::prefetch(from[p].wrapping_add(PREFETCH_BYTES));
             }
-            // SAFETY: step `i < k` of `w[p]`, the caller's promise.
-            columns[p] = unsafe { S::load::<L>(from) };
+            // SAFETY: this step of `w[p]`, the caller's promise.
+            columns[p] = unsafe { S::load::<L>(from[p]) };
+            from[p] = from[p].wrapping_add(step);
         }
         for r in 0..R {
-            // SAFETY: element `i < k` of row `r < R`, the caller's promise.
-            let element = L::splat(unsafe { *x.start.add(r * x.stride + i) });
+            // SAFETY: this step's element of row `r < R`, the caller's promise.
+            let element = unsafe { elements.wrapping_add(r.wrapping_mul(x.stride)).read_unaligned() };
+            let element = L::splat(element);
             for p in 0..P {
                 tile[r][p] = element.mul_add(columns[p], tile[r][p]);
             }
         }
+        elements = elements.wrapping_add(1);
     }
 }
 
@@ -103,15 +110,18 @@ pub(super) const fn tile_rows<L: Lanes>() -> usize {
     }
 }
 
-/// The height of the next tile when `rows` are left: as even as can be, at most [`tile_rows`].
-#[inline(always)]
+/// The height of the next tile when `rows` are left: one of those of [`for_tile`], as even as can be.
 pub(super) fn next_tile<L: Lanes>(rows: usize) -> usize {
-    rows.div_ceil(rows.div_ceil(tile_rows::<L>()))
+    const HEIGHTS: [usize; 7] = [1, 2, 3, 4, 6, 8, 12];
+    let even = rows.div_ceil(rows.div_ceil(tile_rows::<L>()));
+    let above = HEIGHTS.iter().find(|&&height| height >= even && height <= rows);
+    let below = HEIGHTS.iter().rfind(|&&height| height <= even);
+    above.or(below).copied().unwrap_or(1)
 }
 
 /// Calls a function that is generic over a tile's rows and vectors for a number of rows known at run time:
 /// `for_tile!(L, rows, f::<A, B>(arguments))` calls `f::<A, B, R, P>(arguments)`. The vectors of a tile fill
-/// the register file.
+/// the register file. Each height is compiled for each kernel and instruction set, so there are few of them.
 macro_rules! for_tile {
     ($lanes:ty, $rows:expr, $f:ident::<$($generic:ty),*>($($argument:expr),* $(,)?)) => {
         if const { <$lanes>::REGISTERS == 32 } {
@@ -120,13 +130,8 @@ macro_rules! for_tile {
                 2 => $f::<$($generic,)* 2, 4>($($argument),*),
                 3 => $f::<$($generic,)* 3, 4>($($argument),*),
                 4 => $f::<$($generic,)* 4, 4>($($argument),*),
-                5 => $f::<$($generic,)* 5, 4>($($argument),*),
                 6 => $f::<$($generic,)* 6, 4>($($argument),*),
-                7 => $f::<$($generic,)* 7, 2>($($argument),*),
                 8 => $f::<$($generic,)* 8, 2>($($argument),*),
-                9 => $f::<$($generic,)* 9, 2>($($argument),*),
-                10 => $f::<$($generic,)* 10, 2>($($argument),*),
-                11 => $f::<$($generic,)* 11, 2>($($argument),*),
                 12 => $f::<$($generic,)* 12, 2>($($argument),*),
                 rows => unreachable!("a tile of {rows} rows"),
             }
@@ -136,7 +141,6 @@ macro_rules! for_tile {
                 2 => $f::<$($generic,)* 2, 2>($($argument),*),
                 3 => $f::<$($generic,)* 3, 2>($($argument),*),
                 4 => $f::<$($generic,)* 4, 1>($($argument),*),
-                5 => $f::<$($generic,)* 5, 1>($($argument),*),
                 6 => $f::<$($generic,)* 6, 1>($($argument),*),
                 rows => unreachable!("a tile of {rows} rows"),
             }
@@ -144,10 +148,5 @@ macro_rules! for_tile {
     };
 }
 pub(super) use for_tile;
-
-/// Bytes from one `k` to the next in a packed panel of `S`.
-pub(super) const fn panel_step<S: Stored>() -> usize {
-    S::BYTES
-}
 
 const _: () = assert!(StoredF32::BYTES == LANES * size_of::<f32>());
