@@ -55,7 +55,7 @@ pub enum DeviceError {
 }
 
 /// The device's side of an arena. Addresses never change over its life; dropping it gives everything back.
-pub(crate) trait Pages: Send + Sync + std::fmt::Debug {
+pub(crate) trait Pages: std::any::Any + Send + Sync + std::fmt::Debug {
     /// First address.
     fn address(&self) -> usize;
     /// Puts zeroed memory behind the first `bytes` of the range: all or nothing. Nothing is committed before.
