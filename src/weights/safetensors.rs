@@ -6,7 +6,7 @@
 mod bytes;
 mod header;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::fs::{File, Metadata};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
