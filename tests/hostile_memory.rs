@@ -5,9 +5,9 @@ use dormouse::{Checkpoint, SafetensorsFile, WeightSource};
 
 /// Peak of resident memory so far, in KiB.
 fn peak_kib() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
-    line.trim().trim_end_matches(" kB").parse().unwrap()
+    let status = std::fs::read_to_string("/proc/self/status").expect("Linux");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("a peak");
+    line.trim().trim_end_matches(" kB").parse().expect("a number")
 }
 
 #[test]

@@ -134,9 +134,11 @@ fn b42_a_tensor_in_two_shards_or_twice_in_the_index_is_an_error() {
 #[test]
 fn b36_names_that_leave_the_directory_are_never_opened() {
     let outside = Model::empty();
-    // Valid, so that opening it would succeed; read-protected time stamps show whether it was read.
+    // Valid, so that it would load; its access time, older than its content, would tell that it was read.
     outside.write("canary.safetensors", file(&[A]));
     let canary = outside.path("canary.safetensors");
+    let never = std::fs::FileTimes::new().set_accessed(std::time::UNIX_EPOCH);
+    std::fs::File::options().write(true).open(&canary).unwrap().set_times(never).unwrap();
     let model = Model::empty();
     std::fs::create_dir(model.path("sub")).unwrap();
     model.write("sub/inner.safetensors", file(&[A]));
@@ -185,6 +187,7 @@ fn b36_names_that_leave_the_directory_are_never_opened() {
     std::fs::remove_file(model.path("model.safetensors")).unwrap();
     symlink(&canary, model.path(INDEX)).unwrap();
     assert!(matches!(model.fault(), SourceError::LinkLeavesDirectory { .. }));
+    assert_eq!(std::fs::metadata(&canary).unwrap().accessed().unwrap(), std::time::UNIX_EPOCH);
 }
 
 #[test]
