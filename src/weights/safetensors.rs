@@ -4,16 +4,17 @@
 //! is then an error, not a `SIGBUS`, and no mapping outlives the load.
 
 mod bytes;
+mod error;
 mod header;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::fs::{File, Metadata};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 pub use self::bytes::SafetensorsBytes;
-pub use self::header::SafetensorsError;
+pub use self::error::SafetensorsError;
 use self::header::{ByteRange, Header};
 use super::bounded::open_regular;
 use super::source::{SourceError, UnsupportedTensor, WeightSource};

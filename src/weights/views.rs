@@ -77,3 +77,84 @@ fn wrong_length(spec: TensorSpec, received_bytes: usize) -> SourceError {
         received_bytes,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::borrow::Cow;
+
+    use safetensors::Dtype;
+
+    use super::*;
+    use crate::weights::testing::{digest, file, load};
+    use crate::weights::{Manifest, SafetensorsBytes};
+
+    struct Tensor {
+        dtype: Dtype,
+        shape: Vec<usize>,
+        data: Vec<u8>,
+        claimed: usize,
+    }
+
+    impl View for Tensor {
+        fn dtype(&self) -> Dtype {
+            self.dtype
+        }
+        fn shape(&self) -> &[usize] {
+            &self.shape
+        }
+        fn data(&self) -> Cow<'_, [u8]> {
+            self.data.as_slice().into()
+        }
+        fn data_len(&self) -> usize {
+            self.claimed
+        }
+    }
+
+    fn tensor(dtype: Dtype, shape: &[usize], bytes: usize) -> Tensor {
+        Tensor { dtype, shape: shape.to_vec(), data: vec![7; bytes], claimed: bytes }
+    }
+
+    #[test]
+    fn c29_same_digest_as_a_file() {
+        let bytes = file(&[("a", "F32", &[2], b"abcdefgh"), ("b", "BF16", &[1], b"yz")]);
+        let parsed = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let mut tensors = parsed.tensors();
+        let expected = digest(&mut SafetensorsBytes::new(&bytes)).unwrap();
+        assert_eq!(digest(&mut TensorSet::new(tensors.clone())).unwrap(), expected);
+        tensors.reverse();
+        let mut set: TensorSet<_> = tensors.into_iter().collect();
+        let boxed: &mut dyn WeightSource = &mut set;
+        assert_eq!(digest(&mut Box::new(boxed)).unwrap(), expected);
+    }
+
+    #[test]
+    fn b37_wrong_dtypes_and_lengths_are_errors_that_name_the_tensor() {
+        for wrong in [
+            tensor(Dtype::F8_E4M3, &[4], 4),
+            tensor(Dtype::I64, &[1], 8),
+            tensor(Dtype::F32, &[2], 4),
+            tensor(Dtype::F16, &[2], 8),
+            tensor(Dtype::F32, &[usize::MAX, 2], 8),
+            tensor(Dtype::F32, &[], 0),
+        ] {
+            let mut set = TensorSet::new([("t", wrong)]);
+            let fault = set.index().unwrap_err().to_string();
+            assert!(fault.contains("`t`"), "{fault}");
+            assert!(set.read(0, &mut |_| panic!("nothing to read")).is_err());
+        }
+        // A view that lies about its length.
+        let mut liar = TensorSet::new([("t", Tensor { claimed: 8, ..tensor(Dtype::F32, &[2], 4) })]);
+        assert!(liar.index().is_ok());
+        assert!(matches!(load(&mut liar), Err(SourceError::WrongLength { received_bytes: 4, .. })));
+        assert!(matches!(liar.read(1, &mut |_| ()), Err(SourceError::NoSuchTensor { tensor: 1, count: 1 })));
+    }
+
+    #[test]
+    fn b42_a_name_given_twice_is_found_by_the_manifest() {
+        let text = r#"{"model_type": "llama", "vocab_size": 3, "num_hidden_layers": 1}"#;
+        let manifest = Manifest::new(&crate::model::ModelConfig::from_json(text).unwrap(), DType::F32);
+        let twice = || (String::from("lm_head.weight"), tensor(Dtype::F32, &[1], 4));
+        let specs = TensorSet::new([twice(), twice()]).index().unwrap();
+        assert_eq!(manifest.check(&specs).unwrap_err().duplicate, ["lm_head.weight"]);
+    }
+}

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::SafetensorsError;
 use super::header::{ByteRange, Header};
 use crate::weights::TensorSpec;
 use crate::weights::source::{SourceError, UnsupportedTensor, WeightSource};
@@ -48,7 +49,16 @@ impl<B: AsRef<[u8]>> WeightSource for SafetensorsBytes<B> {
     fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
         let no_such_tensor = SourceError::NoSuchTensor { tensor, count: self.ranges.len() };
         let range = self.ranges.get(tensor).ok_or(no_such_tensor)?;
-        sink(self.bytes.as_ref().get(range.begin as usize..range.end as usize).unwrap_or_default());
+        let bytes = self.bytes.as_ref();
+        // Inside, unless the buffer isn't the one that was indexed.
+        let piece = bytes.get(range.begin as usize..range.end as usize).ok_or_else(|| {
+            let fault = SafetensorsError::TruncatedHeader {
+                expected_bytes: range.end,
+                actual_bytes: bytes.len() as u64,
+            };
+            SourceError::SafetensorsBuffer { fault: Box::new(fault) }
+        })?;
+        sink(piece);
         Ok(())
     }
 }
