@@ -20,8 +20,8 @@ pub type TokenId = u32;
 
 /// One prompt and how to continue it.
 ///
-/// Nothing is checked while a request is built or parsed: the engine validates it when it is submitted, against
-/// its own vocabulary and context length.
+/// Nothing is checked while a request is built or parsed: the engine validates it when it is submitted,
+/// against its own vocabulary and context length.
 ///
 /// In JSON the sampling parameters stand beside the prompt, under vLLM's names: `{"prompt": [1, 2], "n": 4,
 /// "max_new_tokens": 48, "temperature": 0.7}`. Unknown names are errors.
@@ -220,10 +220,10 @@ impl Request {
 
     /// Makes a copy of this request that goes on where `partial` ended.
     ///
-    /// Each sample keeps its tokens, logprobs, version spans, index and seed, so it draws from the random stream
-    /// it would have drawn from uninterrupted. `max_new_tokens` still counts from the first token. A sample that
-    /// stopped stays as it is; one that had reached a smaller `max_new_tokens`, was aborted or failed goes on.
-    /// Samples missing from `partial` start anew. Logprobs of the prompt are computed again.
+    /// Each sample keeps its tokens, logprobs, version spans, index and seed, so it draws from the random
+    /// stream it would have drawn from uninterrupted. `max_new_tokens` still counts from the first token. A
+    /// sample that stopped stays as it is; one that had reached a smaller `max_new_tokens`, was aborted or
+    /// failed goes on. Samples missing from `partial` start anew. Logprobs of the prompt are computed again.
     ///
     /// `partial` must come from a request with the same prompt and the same optional outputs; the rest of the
     /// checks are made at submission, since a partial may have travelled.

@@ -1,10 +1,10 @@
 //! Draws tokens from logits: a pure function of logits, parameters, seed, sample and position.
 //!
-//! What else is in the batch, and what was drawn before, has no influence: random numbers come from a counter,
-//! and the only state, the counts behind penalties, is a function of the sequence's tokens.
+//! What else is in the batch, and what was drawn before, has no influence: random numbers come from a
+//! counter, and the only state, the counts behind penalties, is a function of the sequence's tokens.
 //!
-//! Weights are summed as integers, so that no sum depends on its order, and all orders are total: higher logit
-//! first, lower id first among equals.
+//! Weights are summed as integers, so that no sum depends on its order, and all orders are total: higher
+//! logit first, lower id first among equals.
 
 mod filter;
 mod philox;

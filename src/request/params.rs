@@ -45,14 +45,15 @@ pub struct SamplingParams {
     pub presence_penalty: f32,
     /// Taken from the logit of a token for each time the completion has it. Default 0.
     pub frequency_penalty: f32,
-    /// Added to logits, in order; negative infinity bans a token. In JSON a map from token id to bias or a list
-    /// of pairs, with `null` for negative infinity.
+    /// Added to logits, in order; negative infinity bans a token. In JSON a map from token id to bias or a
+    /// list of pairs, with `null` for negative infinity.
     #[serde(with = "wire::logit_bias")]
     pub logit_bias: Vec<(TokenId, f32)>,
     /// The only tokens to sample, if given; `allowed_token_ids` in JSON.
     #[serde(rename = "allowed_token_ids", alias = "allowed_tokens")]
     pub allowed_tokens: Option<Vec<TokenId>>,
-    /// Accepted for compatibility: the logprob of each chosen token is given whatever this says. Default true.
+    /// Accepted for compatibility: the logprob of each chosen token is given whatever this says. Default
+    /// true.
     pub logprobs: bool,
     /// Whether to give each token's logprob in the distribution it was drawn from, too. Default false.
     pub processed_logprobs: bool,

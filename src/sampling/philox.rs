@@ -26,8 +26,8 @@ pub(super) fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 
 /// Gives the 64 random bits that draw one token.
 ///
-/// The key is the seed. The counter is the token's index in the completion (low, high), the sample's index, and
-/// a last word, 0, left for other uses of the same seed.
+/// The key is the seed. The counter is the token's index in the completion (low, high), the sample's index,
+/// and a last word, 0, left for other uses of the same seed.
 pub(super) fn draw(seed: u64, sample: u32, token_index: u64) -> u64 {
     let counter = [token_index as u32, (token_index >> 32) as u32, sample, 0];
     let [high, low, ..] = philox4x32(counter, [seed as u32, (seed >> 32) as u32]);

@@ -10,8 +10,8 @@ pub(super) const WEIGHT_ONE: u64 = 1 << 40;
 /// Scaled logits below this have weight 0: `exp(-28.5)` is less than half a unit.
 pub(super) const LEAST_SCALED: f32 = -28.5;
 
-/// Finds the largest logit, or `None` if the logits are not a distribution: NaN or positive infinity among them,
-/// or nothing above negative infinity.
+/// Finds the largest logit, or `None` if the logits are not a distribution: NaN or positive infinity among
+/// them, or nothing above negative infinity.
 pub(super) fn checked_max(logits: &[f32]) -> Option<f32> {
     const LANES: usize = 16;
     let mut max = [f32::NEG_INFINITY; LANES];
@@ -61,7 +61,8 @@ fn exp(x: f32) -> f32 {
     if x > -87.0 { mantissa * scale } else { 0.0 }
 }
 
-/// Calls `block` with up to 64 values of `exp(argument(logit))` at a time, which vectorise apart from their use.
+/// Calls `block` with up to 64 values of `exp(argument(logit))` at a time, which vectorise apart from their
+/// use.
 #[inline]
 fn for_each_block(logits: &[f32], argument: impl Fn(f32) -> f32, mut block: impl FnMut(&[f32])) {
     const BLOCK: usize = 64;
