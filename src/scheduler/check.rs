@@ -4,7 +4,7 @@ use super::{Scheduler, SeqId};
 use crate::kv::KvFault;
 
 /// Bigger states are not verified after every operation: it would make debug builds quadratic.
-const CHECKED_SIZE: usize = 4096;
+const CHECKED_SIZE: usize = 1024;
 
 /// The first thing found wrong with the scheduler's state. A bug of this crate.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
