@@ -95,10 +95,12 @@ impl Scheduler {
 
     /// Verifies everything after an operation, in debug builds and while that is cheap.
     pub(super) fn debug_check(&self) {
-        if cfg!(debug_assertions) && self.pool.total() + self.sequences.len() <= CHECKED_SIZE {
-            if let Err(fault) = self.check() {
-                panic!("scheduler bookkeeping is broken: {fault}");
-            }
+        let small = self.pool.total() + self.sequences.len() <= CHECKED_SIZE;
+        if cfg!(debug_assertions)
+            && small
+            && let Err(fault) = self.check()
+        {
+            panic!("scheduler bookkeeping is broken: {fault}");
         }
     }
 }

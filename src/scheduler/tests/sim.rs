@@ -177,6 +177,13 @@ impl Sim {
         let rows: usize = plan.chunks.iter().map(|chunk| chunk.positions.len()).sum();
         assert!(rows <= self.max_rows);
         assert!(plan.chunks.is_sorted_by_key(|chunk| chunk.seq) || !plan.admitted.is_empty());
+        if let Some(oldest) = self.scheduler.running.first() {
+            assert!(plan.chunks.iter().any(|chunk| chunk.seq == *oldest), "the oldest makes no progress");
+        }
+        if plan.admitted.is_empty() {
+            let youngest = plan.chunks.last().map(|chunk| chunk.seq);
+            assert!(plan.preempted.iter().all(|&seq| Some(seq) > youngest), "preempted for a younger one");
+        }
         for admitted in &plan.admitted {
             let len = self.live[&admitted.seq].tokens.len();
             assert!(admitted.cached_tokens < len, "the last token must be computed");
@@ -231,7 +238,7 @@ impl Sim {
 
     /// Even ids are greedy, so that generations coincide; odd ids are not.
     fn next_token(seq: SeqId, tokens: &[u32]) -> u32 {
-        let seed = if seq.0 % 2 == 0 { 0 } else { seq.0 };
+        let seed = if seq.0.is_multiple_of(2) { 0 } else { seq.0 };
         let mut hasher = DefaultHasher::new();
         (seed, tokens).hash(&mut hasher);
         hasher.finish() as u32 & 1
