@@ -297,3 +297,72 @@ fn thousands_of_waiting_requests_are_admitted_in_order_of_arrival() {
     }
     assert_eq!(admitted, ids);
 }
+
+#[test]
+fn a_pin_keeps_the_computed_positions_only() {
+    let mut sim = Sim::new(SchedulerConfig { max_num_batched_tokens: 5, ..config(2, 16) });
+    let seq = sim.submit(&prompt(1, 12), 2);
+    sim.step();
+    assert_eq!(sim.scheduler.stats().owned_blocks, 6, "all the prompt's blocks are taken at admission");
+    sim.finish_and_pin(seq).unwrap();
+    assert_eq!(sim.scheduler.stats().pinned_blocks, 3);
+    assert_eq!(sim.scheduler.stats().owned_blocks, 3);
+}
+
+#[test]
+fn a_pin_never_stands_in_for_positions_that_must_be_computed() {
+    // 7 pinned positions: all that a sequence of the same 7 tokens has, its last included; and more than one
+    // has whose logprobs are wanted from position 3 on.
+    let cases = [(0, usize::MAX, 6), (2, usize::MAX, 7), (2, 3, 2)];
+    for (further, recompute_from, cached) in cases {
+        let mut sim = Sim::new(config(2, 16));
+        let seq = sim.submit(&prompt(1, 7), 2);
+        sim.step();
+        let pin = sim.finish_and_pin(seq).unwrap();
+        let mut tokens = prompt(1, 7);
+        tokens.extend(prompt(2, further));
+        let next = NewSequence { recompute_from, pinned: Some(pin), ..Sim::new_sequence(&tokens, 2) };
+        let next = sim.add(next, 0).unwrap();
+        let plan = sim.step();
+        assert_eq!(plan.chunks[0].positions, cached..tokens.len());
+        assert_eq!(sim.cached[&next], cached);
+        sim.run_to_end();
+        sim.assert_all_free();
+    }
+}
+
+#[test]
+fn a_waiting_conversation_gives_its_blocks_up_before_a_running_sequence_is_preempted() {
+    let mut sim = Sim::new(SchedulerConfig { max_num_seqs: 1, ..config(2, 8) });
+    let first = sim.submit(&prompt(1, 5), 2);
+    sim.step();
+    let pin = sim.finish_and_pin(first).unwrap();
+    sim.submit(&prompt(2, 6), 10);
+    sim.step();
+    let (_, mut tokens) = sim.pins[&pin].clone();
+    tokens.push(9);
+    sim.add(NewSequence { pinned: Some(pin), ..Sim::new_sequence(&tokens, 3) }, 0).unwrap();
+    sim.run_to_end();
+    assert_eq!((sim.scheduler.stats().preemptions, sim.finished.len()), (0, 3));
+    sim.assert_all_free();
+}
+
+#[test]
+fn b58_a_readmitted_sequence_is_not_preempted_again_at_once() {
+    let mut sim = Sim::new(SchedulerConfig { prefix_cache: PrefixCache::Off, ..config(1, 40) });
+    let old = [1, 2, 3].map(|name| sim.submit(&prompt(name, 2), 10));
+    let young = sim.submit(&prompt(9, 20), 10);
+    let mut readmitted_for = None;
+    while old.iter().any(|&seq| sim.scheduler.is_live(seq)) || sim.scheduler.is_live(young) {
+        let plan = sim.step();
+        let back = plan.admitted.iter().any(|admitted| admitted.seq == young);
+        if back && sim.preemptions.contains_key(&young) {
+            readmitted_for = Some(0);
+        } else if plan.preempted.contains(&young) {
+            assert_ne!(readmitted_for, Some(0), "lost its prefill in the next step");
+        } else {
+            readmitted_for = readmitted_for.map(|steps| steps + 1);
+        }
+    }
+    assert!(readmitted_for.is_some(), "the scenario preempts");
+}

@@ -2,7 +2,7 @@
 
 use super::sim::{Sim, config};
 use crate::kv::PrefixCache;
-use crate::scheduler::{SchedulerConfig, SeqId};
+use crate::scheduler::{NewSequence, Scheduler, SchedulerConfig, SeqId};
 
 const PROMPT: [u32; 6] = [1, 2, 3, 4, 5, 6];
 
@@ -112,4 +112,33 @@ fn a_failed_step_takes_back_what_it_promised() {
     sim.run_to_end();
     assert_eq!(sim.finished.len(), 3);
     sim.assert_all_free();
+}
+
+#[test]
+fn a_late_fork_shares_nothing_that_its_parent_has_moved_past_or_lost() {
+    for preempted in [false, true] {
+        for (further, rows) in [(0, 3), (2, 64)] {
+            let mut scheduler =
+                Scheduler::new(SchedulerConfig { max_num_batched_tokens: rows, ..config(4, 32) });
+            let (parent, child) = (SeqId(0), SeqId(1));
+            let new = NewSequence { id: parent, forks: vec![child], ..Sim::new_sequence(&PROMPT, 8) };
+            scheduler.add(new).unwrap();
+            for token in 0..=further {
+                assert!(!scheduler.plan().chunks.is_empty());
+                scheduler.complete_step();
+                if scheduler.sequence(parent).unwrap().computed() >= PROMPT.len() {
+                    scheduler.append(parent, token);
+                }
+            }
+            if preempted {
+                scheduler.preempt(parent);
+            }
+            // In time, the child would run and share both blocks at once.
+            assert!(scheduler.fork(parent, child, 9));
+            assert!(!scheduler.is_running(child));
+            let sequence = scheduler.sequence(child).unwrap();
+            assert_eq!((sequence.tokens(), sequence.blocks()), (&[1, 2, 3, 4, 5, 6, 9][..], &[][..]));
+            assert!(!scheduler.fork(parent, child, 9), "a fork comes once");
+        }
+    }
 }
