@@ -4,7 +4,7 @@ use super::{Scheduler, SeqId};
 use crate::kv::KvFault;
 
 /// Bigger states are not verified after every operation: it would make debug builds quadratic.
-const CHECKED_SIZE: usize = 4096;
+const CHECKED_SIZE: usize = 1024;
 
 /// The first thing found wrong with the scheduler's state. A bug of this crate.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -95,10 +95,12 @@ impl Scheduler {
 
     /// Verifies everything after an operation, in debug builds and while that is cheap.
     pub(super) fn debug_check(&self) {
-        if cfg!(debug_assertions) && self.pool.total() + self.sequences.len() <= CHECKED_SIZE {
-            if let Err(fault) = self.check() {
-                panic!("scheduler bookkeeping is broken: {fault}");
-            }
+        let small = self.pool.total() + self.sequences.len() <= CHECKED_SIZE;
+        if cfg!(debug_assertions)
+            && small
+            && let Err(fault) = self.check()
+        {
+            panic!("scheduler bookkeeping is broken: {fault}");
         }
     }
 }
