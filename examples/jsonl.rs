@@ -24,7 +24,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         };
         match arg.as_str() {
             "--model" => model = args.next().ok_or("--model needs a directory")?,
-            "--threads" | "--kv-blocks" | "--block-size" | "--max-batch" => options.push((arg.clone(), number()?)),
+            "--threads" | "--kv-blocks" | "--block-size" | "--max-batch" => {
+                options.push((arg.clone(), number()?))
+            }
             "--no-prefix-cache" => options.push((arg, 0)),
             _ => return Err(format!("unknown option {arg}").into()),
         }
@@ -89,7 +91,9 @@ fn write_completions(out: &mut impl Write, line: usize, output: &RequestOutput) 
             set("processed_logprobs", json!(logprobs));
         }
         if let Some(top) = &completion.top_logprobs {
-            let pairs = |list: &Vec<dormouse::TokenLogprob>| json!(list.iter().map(|t| (t.token, t.logprob)).collect::<Vec<_>>());
+            let pairs = |list: &Vec<dormouse::TokenLogprob>| {
+                json!(list.iter().map(|t| (t.token, t.logprob)).collect::<Vec<_>>())
+            };
             set("top_logprobs", top.iter().map(pairs).collect());
         }
         if let Some(kept) = &completion.kept {

@@ -19,7 +19,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     engine.step()?;
     let asleep = engine.sleep(SleepOptions::default().in_flight(InFlight::Retract))?;
     println!("sleeping: {:?}", asleep.memory());
-    println!("          freed {:?}, {} blocks dropped", asleep.report().freed, asleep.report().blocks_dropped);
+    println!(
+        "          freed {:?}, {} blocks dropped",
+        asleep.report().freed,
+        asleep.report().blocks_dropped
+    );
     assert_eq!(asleep.report().settled.retracted, [retracted]);
 
     // `asleep.generate(..)` does not compile, nor does `asleep.wake_up()`: weights first.

@@ -32,6 +32,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let new = engine.generate(std::slice::from_ref(&request))?;
     println!("version {}: {:?}", engine.version(), new[0].completions[0].tokens);
     assert_eq!(new[0].completions[0].cached_tokens, 0, "nothing of the old weights is left");
-    assert_eq!(old[0].completions[0].logprobs, new[0].completions[0].logprobs, "the same weights, the same bits");
+    assert_eq!(
+        old[0].completions[0].logprobs, new[0].completions[0].logprobs,
+        "the same weights, the same bits"
+    );
     Ok(())
 }

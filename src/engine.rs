@@ -27,11 +27,11 @@ mod state;
 mod tests;
 mod wake;
 
+pub use awake::{Aborted, StepOutput};
 pub use builder::{EngineBuilder, KvCapacity, SimdPath};
 pub use error::{
     BuildError, Error, Failed, GenerateError, LoadError, RestoreError, SleepError, StepError, WakeError,
 };
-pub use awake::{Aborted, StepOutput};
 pub use report::{EngineStats, LoadReport, MemoryReport, Settled, SleepReport, WakeReport};
 pub use session::Session;
 pub use sleep::{InFlight, KeepWeights, OnDeadline, SleepOptions};

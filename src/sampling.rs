@@ -21,7 +21,11 @@ use crate::completion::{CompletionError, TokenLogprob};
 use crate::request::{SamplingParams, TokenId};
 use filter::Cut;
 use processors::Processors;
-pub(crate) use softmax::{log_sum_exp, logprob};
+pub(crate) use softmax::logprob;
+
+/// `ln(sum(exp(logits)))`, the denominator of every logprob, of sampled and of scored tokens alike. Not finite if
+/// the logits are not a distribution; else not below any logit.
+pub(crate) use crate::device::cpu::log_sum_exp;
 pub(crate) use stop::stop_cause;
 
 /// Why no token can be drawn.

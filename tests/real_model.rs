@@ -42,7 +42,8 @@ fn make(directory: &Path) {
 #[test]
 fn smollm2_135m_agrees_with_float64() {
     let Some(directory) = model() else { return };
-    let engine = Engine::builder(&directory).kv_cache(KvCapacity::Tokens(1024)).build().expect("a valid model");
+    let engine =
+        Engine::builder(&directory).kv_cache(KvCapacity::Tokens(1024)).build().expect("a valid model");
     let reference = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/real_model/reference.json");
     let worst = reference::check(&engine, &reference, 1e-3);
     eprintln!("SmolLM2-135M: {worst:?}");

@@ -122,8 +122,17 @@ fn main() -> Result<(), Box<dyn Error>> {
     let engine = asleep.load_weights(trainer.policy().source())?.wake_up()?;
     let after = task.held_out(&engine, 200)?;
     plot::write_svg(&options.plot, &curve)?;
-    println!("\nheld-out sums after: {:.1} % right (before: {:.1} %)", 100.0 * after.mean, 100.0 * before.mean);
-    println!("{} steps in {:.0} s; the curve is in {}", options.steps, begin.elapsed().as_secs_f32(), options.plot);
+    println!(
+        "\nheld-out sums after: {:.1} % right (before: {:.1} %)",
+        100.0 * after.mean,
+        100.0 * before.mean
+    );
+    println!(
+        "{} steps in {:.0} s; the curve is in {}",
+        options.steps,
+        begin.elapsed().as_secs_f32(),
+        options.plot
+    );
     if !options.short && curve.len() >= 20 {
         let (first, last) = (&curve[..5], &curve[curve.len() - 5..]);
         let mean = |rewards: &[f32]| rewards.iter().sum::<f32>() / rewards.len() as f32;

@@ -21,7 +21,8 @@ pub fn write_svg(path: &str, rewards: &[f32]) -> std::io::Result<()> {
             y + 4.0
         );
     }
-    let points: String = rewards.iter().enumerate().map(|(i, &r)| format!("{:.1},{:.1} ", x(i), y(r))).collect();
+    let points: String =
+        rewards.iter().enumerate().map(|(i, &r)| format!("{:.1},{:.1} ", x(i), y(r))).collect();
     let svg = format!(
         r##"<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12">
 <rect width="100%" height="100%" fill="white"/>

@@ -86,8 +86,12 @@ impl Sums {
 /// Whether the number after the work (if it is shown, in brackets) is the answer.
 fn is_right(text: &str, answer: i32) -> bool {
     let after_work = text.rsplit(')').next().unwrap_or_default().trim();
-    let number: String =
-        after_work.chars().enumerate().take_while(|&(i, c)| c.is_ascii_digit() || (i == 0 && c == '-')).map(|(_, c)| c).collect();
+    let number: String = after_work
+        .chars()
+        .enumerate()
+        .take_while(|&(i, c)| c.is_ascii_digit() || (i == 0 && c == '-'))
+        .map(|(_, c)| c)
+        .collect();
     number == answer.to_string()
 }
 

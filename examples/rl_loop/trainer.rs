@@ -121,7 +121,9 @@ fn encode(spec: &TensorSpec, values: impl Iterator<Item = f32>) -> Tensor {
     let (dtype, data) = match spec.dtype {
         dormouse::DType::F32 => (Dtype::F32, values.flat_map(f32::to_le_bytes).collect()),
         dormouse::DType::F16 => (Dtype::F16, values.flat_map(|v| f16::from_f32(v).to_le_bytes()).collect()),
-        dormouse::DType::Bf16 => (Dtype::BF16, values.flat_map(|v| bf16::from_f32(v).to_le_bytes()).collect()),
+        dormouse::DType::Bf16 => {
+            (Dtype::BF16, values.flat_map(|v| bf16::from_f32(v).to_le_bytes()).collect())
+        }
     };
     Tensor { dtype, shape: spec.shape.clone(), data }
 }

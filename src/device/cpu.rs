@@ -26,7 +26,7 @@ use std::sync::Arc;
 
 pub(crate) use budget::Budget;
 pub(crate) use math::log_sum_exp;
-pub(crate) use simd::SimdPath;
+pub use simd::SimdPath;
 
 use self::host::{slice, slice_mut, widen};
 use super::{

@@ -8,8 +8,8 @@ use super::state::{Carried, Discarded, Reservations, Sleeping};
 use super::{Awake, BuildError, Engine, Failed, SleepReport};
 use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvShape};
-use crate::model::{KvMemory, ModelConfig, Workspace};
 use crate::kv::PrefixCache;
+use crate::model::{KvMemory, ModelConfig, Workspace};
 use crate::weights::{Checkpoint, DType, Manifest, TensorSpec, WeightLayout, WeightSource};
 
 pub use crate::device::cpu::SimdPath;
@@ -201,7 +201,8 @@ impl EngineBuilder {
             Model::Config(config) => (**config).clone(),
         };
         let manifest = self.manifest(&config)?;
-        let threads = self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
+        let threads =
+            self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new(CpuOptions {
             threads,
             simd: self.simd,
@@ -227,7 +228,12 @@ impl EngineBuilder {
         let reserved = device.reserve("weights", layout.bytes)?;
         let reservations = Reservations {
             kv: device.reserve("KV cache", kv_bytes)?,
-            workspace: Workspace::reserve(&*device, &config, limits.max_num_batched_tokens, limits.logit_rows)?,
+            workspace: Workspace::reserve(
+                &*device,
+                &config,
+                limits.max_num_batched_tokens,
+                limits.logit_rows,
+            )?,
         };
         let core = Core::new(device, config, manifest, layout, limits);
         let state = Sleeping {
@@ -243,7 +249,12 @@ impl EngineBuilder {
         let options = [
             ("block_size", self.block_size, 1 << 16, "it must be 1 to 65536 tokens"),
             ("max_num_seqs", self.max_num_seqs, 1 << 16, "it must be 1 to 65536 sequences"),
-            ("max_num_batched_tokens", self.max_num_batched_tokens, 1 << 20, "it must be 1 to 1048576 tokens"),
+            (
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                1 << 20,
+                "it must be 1 to 1048576 tokens",
+            ),
             ("max_model_len", self.max_model_len.unwrap_or(1), usize::MAX, "it must be at least 1 token"),
             ("threads", self.threads.unwrap_or(1), 1024, "it must be 1 to 1024 threads"),
         ];

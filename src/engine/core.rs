@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use crate::device::{Device, KvShape};
-use crate::model::{ModelConfig, Transformer};
 use crate::kv::PrefixCache;
+use crate::model::{ModelConfig, Transformer};
 use crate::scheduler::SchedulerConfig;
 use crate::weights::{Manifest, WeightLayout, WeightVersion};
 

@@ -88,7 +88,9 @@ pub enum BuildError {
         requirement: &'static str,
     },
     /// The KV cache capacity does not hold one block.
-    #[error("the KV cache may take {capacity_bytes} bytes, one block of {block_size} tokens takes {block_bytes}")]
+    #[error(
+        "the KV cache may take {capacity_bytes} bytes, one block of {block_size} tokens takes {block_bytes}"
+    )]
     KvCacheTooSmall {
         /// The capacity asked for.
         capacity_bytes: u64,

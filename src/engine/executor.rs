@@ -6,8 +6,8 @@ use std::sync::Arc;
 use super::core::{Core, Parts};
 use super::requests::{LiveRequest, Owner, SessionTurn};
 use super::{EngineStats, StepError};
-use crate::kv::Salt;
 use crate::completion::{CompletionError, FinishReason, RequestId, RequestOutput};
+use crate::kv::Salt;
 use crate::model::{Batch, BatchSpan, KvMemory, Workspace};
 use crate::sampling::{SampleError, Sampled, SamplerScratch, log_sum_exp, logprob};
 use crate::scheduler::{AddError, NewSequence, PinId, Scheduler, SeqId, StepPlan};
@@ -315,11 +315,7 @@ impl Executor {
     }
 
     /// Appends the sampled tokens to a sequence and to those forked from it now; returns how many.
-    fn advance(
-        &mut self,
-        seq: SeqId,
-        samples: Vec<(usize, Result<Sampled, SampleError>)>,
-    ) -> usize {
+    fn advance(&mut self, seq: SeqId, samples: Vec<(usize, Result<Sampled, SampleError>)>) -> usize {
         let Some(&(id, leader)) = self.sequences.get(&seq) else { return 0 };
         if samples.is_empty() {
             self.end_request(id, FinishReason::Length);
@@ -334,7 +330,12 @@ impl Executor {
             let token = sampled.as_ref().map(|s| s.token).ok();
             match sampled {
                 Ok(sampled) => {
-                    live.push(sampled, &request.request.params, &self.parts.config.eos_token_ids, self.version);
+                    live.push(
+                        sampled,
+                        &request.request.params,
+                        &self.parts.config.eos_token_ids,
+                        self.version,
+                    );
                 }
                 Err(error) => {
                     let position = prompt_len + live.completion.tokens.len();
@@ -393,7 +394,8 @@ impl Executor {
             return;
         }
         let request = self.requests.remove(&id).expect("looked up above");
-        let aborted = request.samples.iter().any(|s| matches!(s.completion.finish_reason, FinishReason::Abort));
+        let aborted =
+            request.samples.iter().any(|s| matches!(s.completion.finish_reason, FinishReason::Abort));
         *if aborted { &mut self.stats.aborted } else { &mut self.stats.finished } += 1;
         let pin = request.session.and_then(|turn| turn.pinned);
         let owner = request.owner;

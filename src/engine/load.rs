@@ -129,7 +129,9 @@ impl Destination for Discarded {
     ) -> Result<(ResidentWeights, LoadReport), (Self, LoadError)> {
         let Discarded { mut reserved, last } = self;
         match fill(core, &mut reserved, last, matched, source) {
-            Ok(report) => Ok((ResidentWeights::new(reserved, core.parts.layout.clone(), report.version), report)),
+            Ok(report) => {
+                Ok((ResidentWeights::new(reserved, core.parts.layout.clone(), report.version), report))
+            }
             Err(error) => Err((Discarded { reserved, last }, error)),
         }
     }

@@ -51,8 +51,10 @@ impl<'e> Session<'e> {
         let prompt = [self.history.as_slice(), &turn.prompt].concat();
         let request = Request { prompt, ..turn.clone() };
         let session = Some(SessionTurn { pinned: self.pin });
-        let ids =
-            self.engine.enqueue(vec![(request, session)], Owner::Caller).map_err(|(_, error)| invalid(error))?;
+        let ids = self
+            .engine
+            .enqueue(vec![(request, session)], Owner::Caller)
+            .map_err(|(_, error)| invalid(error))?;
         // From here on the turn owns the pin.
         self.pin = None;
         let ended = self.engine.wait(&ids)?.pop().expect("one request, one end");

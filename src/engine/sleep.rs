@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use tracing::info_span;
 
 use super::core::Core;
-use super::serving::{Serving, Shared};
 use super::report::{MemoryReport, Settled, SleepReport};
+use super::serving::{Serving, Shared};
 use super::state::{Awake, Carried, Discarded, Kept, KeptWeights, Reservations, Sleeping};
 use super::{Engine, Failed, Retention, SleepError};
 use crate::completion::RequestOutput;

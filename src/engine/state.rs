@@ -3,8 +3,8 @@
 use std::fmt::Debug;
 
 use super::report::{LoadReport, SleepReport, WakeReport};
-use super::serving::Shared;
 use super::requests::LiveRequest;
+use super::serving::Shared;
 use crate::completion::RequestOutput;
 use crate::device::Arena;
 use crate::weights::{ResidentWeights, WeightVersion};

@@ -8,7 +8,9 @@ use std::sync::Arc;
 
 use super::memory::Buffers;
 use super::{KvMemory, ModelConfig, Workspace};
-use crate::device::{AttentionBatch, AttentionSpan, Device, DeviceError, HeadShape, Output, RopeAngles, View};
+use crate::device::{
+    AttentionBatch, AttentionSpan, Device, DeviceError, HeadShape, Output, RopeAngles, View,
+};
 use crate::weights::ResidentWeights;
 
 /// The tokens of one step, sequence after sequence.

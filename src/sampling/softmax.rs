@@ -98,27 +98,6 @@ pub(super) fn fill_weights(logits: &[f32], scaled: impl Fn(f32) -> f32, weights:
     weights.iter().sum()
 }
 
-/// Computes `ln(sum(exp(logits)))`, the denominator of every logprob, of sampled and of scored tokens alike.
-///
-/// NaN if the logits are not a distribution, as [`checked_max`] has it; else finite and not below any logit.
-pub(crate) fn log_sum_exp(logits: &[f32]) -> f32 {
-    const LANES: usize = 8;
-    let max = checked_max(logits).unwrap_or(f32::NAN);
-    let mut sums = [0.0_f64; LANES];
-    for_each_block(
-        logits,
-        |logit| logit - max,
-        |block| {
-            for lanes in block.chunks(LANES) {
-                for (sum, &exp) in sums.iter_mut().zip(lanes) {
-                    *sum += f64::from(exp);
-                }
-            }
-        },
-    );
-    max + sums.iter().sum::<f64>().ln() as f32
-}
-
 /// Computes the logprob of one token from the logits and their [`log_sum_exp`].
 ///
 /// # Panics
@@ -130,6 +109,7 @@ pub(crate) fn logprob(logits: &[f32], lse: f32, token: TokenId) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sampling::log_sum_exp;
 
     #[test]
     fn exp_is_accurate_and_ends_at_zero() {

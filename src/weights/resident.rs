@@ -3,7 +3,10 @@
 use std::sync::Arc;
 
 use super::layout::{LayerLayout, MatrixId, Place, VectorId, WeightLayout};
-use super::{Manifest, Match, SourceError, TensorDigest, TensorHasher, TensorSpec, WeightSource, WeightVersion, WeightsDigest};
+use super::{
+    Manifest, Match, SourceError, TensorDigest, TensorHasher, TensorSpec, WeightSource, WeightVersion,
+    WeightsDigest,
+};
 use crate::device::{Arena, Device, DeviceError, Matrix, QkNorm, Vector};
 
 /// All weights of a model, whole and current: there is no other kind.

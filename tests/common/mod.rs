@@ -3,7 +3,9 @@
 
 use std::path::Path;
 
-use dormouse::{Awake, DType, Engine, EngineBuilder, KvCapacity, ModelConfig, Request, RequestOutput, TensorSet};
+use dormouse::{
+    Awake, DType, Engine, EngineBuilder, KvCapacity, ModelConfig, Request, RequestOutput, TensorSet,
+};
 use safetensors::{Dtype, View};
 
 /// A tensor in memory.
@@ -70,9 +72,8 @@ pub fn tiny_weights(tied: bool, dtype: DType, seed: u64) -> Weights {
     };
     let tensor = |spec: &dormouse::TensorSpec| {
         let norm = spec.name.ends_with("norm.weight");
-        let values = (0..spec.shape.iter().product()).map(|_| {
-            if norm { 1.0 + 0.2 * uniform() } else { 0.9 * uniform() }
-        });
+        let values = (0..spec.shape.iter().product())
+            .map(|_| if norm { 1.0 + 0.2 * uniform() } else { 0.9 * uniform() });
         (spec.name.clone(), encode(dtype, spec.shape.clone(), values.collect()))
     };
     Weights(asleep.expected_weights().tensors().iter().map(tensor).collect())

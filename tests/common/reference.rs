@@ -22,17 +22,17 @@ struct Case {
 
 /// Largest difference from the reference, nats.
 #[derive(Debug, Default)]
-pub struct Worst {
-    pub cases: usize,
-    pub prompt: f32,
-    pub continuation: f32,
-    pub greedy_tokens: usize,
+pub(crate) struct Worst {
+    pub(crate) cases: usize,
+    pub(crate) prompt: f32,
+    pub(crate) continuation: f32,
+    pub(crate) greedy_tokens: usize,
 }
 
 /// A step with a smaller lead of the best token over the second may go either way.
 const MARGIN: f32 = 1e-3;
 
-pub fn check(engine: &Engine<Awake>, reference: &Path, tolerance: f32) -> Worst {
+pub(crate) fn check(engine: &Engine<Awake>, reference: &Path, tolerance: f32) -> Worst {
     let text = std::fs::read_to_string(reference).expect("the reference is there");
     let reference: Reference = serde_json::from_str(&text).expect("the reference has its form");
     let mut worst = Worst::default();
@@ -55,7 +55,11 @@ pub fn check(engine: &Engine<Awake>, reference: &Path, tolerance: f32) -> Worst 
         // What was sampled is what is scored, bit for bit.
         let same = completion.tokens.iter().zip(&case.greedy).take_while(|(a, b)| a == b).count();
         let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
-        assert_eq!(bits(&completion.logprobs[..same]), bits(&continuation[..same]), "score equals generation");
+        assert_eq!(
+            bits(&completion.logprobs[..same]),
+            bits(&continuation[..same]),
+            "score equals generation"
+        );
         worst.cases += 1;
     }
     assert!(worst.prompt <= tolerance, "prompt logprobs are off by {}", worst.prompt);

@@ -114,7 +114,7 @@ pub(super) trait Lanes: Copy {
 
 /// Which instruction set runs the kernels. The results are the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum SimdPath {
+pub enum SimdPath {
     /// The best that the machine has.
     #[default]
     Auto,
