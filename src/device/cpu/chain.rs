@@ -90,12 +90,12 @@ pub(super) unsafe fn extend<L: Lanes, S: Stored, const R: usize, const P: usize>
             columns[p] = unsafe { S::load::<L>(from[p]) };
             from[p] = from[p].wrapping_add(step);
         }
-        for r in 0..R {
+        for (r, sums) in tile.iter_mut().enumerate() {
             // SAFETY: this step's element of row `r < R`, the caller's promise.
             let element = unsafe { elements.wrapping_add(r.wrapping_mul(x.stride)).read_unaligned() };
             let element = L::splat(element);
             for p in 0..P {
-                tile[r][p] = element.mul_add(columns[p], tile[r][p]);
+                sums[p] = element.mul_add(columns[p], sums[p]);
             }
         }
         elements = elements.wrapping_add(1);

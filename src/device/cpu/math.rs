@@ -11,7 +11,7 @@ pub(super) fn exp<L: Lanes>(x: L) -> L {
     // 1.5 * 2^23: adding it rounds to an integer, which stays in the low bits.
     const ROUND: f32 = 12_582_912.0;
     // ln 2 in two parts, the first short enough for exact products.
-    const LN2_HIGH: f32 = 0.693_359_375;
+    const LN2_HIGH: f32 = 355.0 / 512.0;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     const POLYNOMIAL: [f32; 6] =
         [1.987_569_2e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];

@@ -147,7 +147,7 @@ impl Pool {
     pub(super) fn run(&self, count: usize, work: Work<'_>) {
         // Callers in other threads, and a task that dispatches, work alone: results don't depend on it.
         let turn = if count > 1 && !self.workers.is_empty() { self.turn.try_lock() } else { None };
-        let Some(_turn) = turn else {
+        let Some(turn) = turn else {
             return work(&Tasks::new(count));
         };
         let job =
@@ -155,8 +155,8 @@ impl Pool {
         self.shared.publish(&job);
         job.participate();
         self.shared.close();
+        drop(turn);
         if let Some(payload) = job.panic.into_inner() {
-            drop(_turn);
             resume_unwind(payload);
         }
     }
