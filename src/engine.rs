@@ -82,13 +82,7 @@ impl<S: State> Engine<S> {
 
     /// Device memory that the engine holds now, by part.
     pub fn memory(&self) -> MemoryReport {
-        let parts = self.state.parts();
-        MemoryReport {
-            weights_bytes: parts.weights,
-            parked_bytes: parts.parked,
-            kv_cache_bytes: parts.kv_cache,
-            workspace_bytes: parts.workspace,
-        }
+        self.state.memory()
     }
 
     /// The state's name.

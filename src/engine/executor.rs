@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::core::{Core, Parts};
 use super::requests::{LiveRequest, Owner, SessionTurn};
-use super::{EngineStats, StepError};
+use super::{EngineStats, MemoryReport, StepError};
 use crate::completion::{CompletionError, FinishReason, RequestId, RequestOutput};
 use crate::kv::Salt;
 use crate::model::{Batch, BatchSpan, KvMemory, Workspace};
@@ -93,8 +93,12 @@ impl Executor {
         }
     }
 
-    pub(crate) fn memory(&self) -> (u64, u64) {
-        (self.kv.committed() as u64, self.workspace.committed() as u64)
+    pub(crate) fn memory(&self) -> MemoryReport {
+        MemoryReport {
+            kv_cache_bytes: self.kv.committed() as u64,
+            workspace_bytes: self.workspace.committed() as u64,
+            ..MemoryReport::default()
+        }
     }
 
     pub(crate) fn kv_address(&self) -> usize {

@@ -5,13 +5,13 @@ use std::time::Instant;
 use tracing::info_span;
 
 use super::core::Core;
-use super::report::LoadReport;
-use super::state::{Discarded, Kept, KeptWeights, Retention, Sleeping, WeightsLoaded};
+use super::report::{LoadReport, MemoryReport};
+use super::state::{Discarded, Kept, KeptWeights, Retention, Sleeping, WeightsLoaded, sealed};
 use super::{Engine, Failed, LoadError, RestoreError};
 use crate::device::{Arena, DeviceError};
 use crate::weights::{self, Manifest, Match, ResidentWeights, WeightSource, WeightVersion};
 
-impl<W: Retention + Destination> Engine<Sleeping<W>> {
+impl<W: Retention> Engine<Sleeping<W>> {
     /// Loads a complete set of weights from `source` and gives it a new version. All tensors or none: the
     /// source's index is compared with the manifest before anything is read, and what is kept stays until
     /// all has arrived.
@@ -106,21 +106,14 @@ fn check(manifest: &Manifest, source: &mut dyn WeightSource) -> Result<Match, Lo
     Ok(manifest.check_all(&offered, source.unsupported())?)
 }
 
-/// How a kind of sleep takes in new weights. On an error it comes back as it was.
-#[doc(hidden)]
-pub trait Destination: Sized {
-    #[doc(hidden)]
-    #[expect(private_interfaces, reason = "sealed through its supertrait's bound; only this crate calls it")]
-    fn receive(
-        self,
-        core: &Core,
-        matched: &Match,
-        source: &mut dyn WeightSource,
-    ) -> Result<(ResidentWeights, LoadReport), (Self, LoadError)>;
-}
+impl sealed::Retention for Discarded {
+    const SLEEPING: &'static str = "sleeping, weights discarded";
 
-#[expect(private_interfaces, reason = "sealed; only this crate calls it")]
-impl Destination for Discarded {
+    fn memory(&self) -> MemoryReport {
+        MemoryReport::default()
+    }
+
+    #[expect(private_interfaces, reason = "sealed: nobody else can call it")]
     fn receive(
         self,
         core: &Core,
@@ -137,8 +130,21 @@ impl Destination for Discarded {
     }
 }
 
-#[expect(private_interfaces, reason = "sealed; only this crate calls it")]
-impl Destination for Kept {
+impl sealed::Retention for Kept {
+    const SLEEPING: &'static str = "sleeping, weights kept";
+
+    fn memory(&self) -> MemoryReport {
+        match &self.0 {
+            KeptWeights::Resident(weights) => {
+                MemoryReport { weights_bytes: weights.bytes() as u64, ..MemoryReport::default() }
+            }
+            KeptWeights::Parked { bytes, .. } => {
+                MemoryReport { parked_bytes: bytes.len() as u64, ..MemoryReport::default() }
+            }
+        }
+    }
+
+    #[expect(private_interfaces, reason = "sealed: nobody else can call it")]
     fn receive(
         self,
         core: &Core,

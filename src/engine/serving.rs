@@ -12,7 +12,7 @@ use parking_lot::{Mutex, MutexGuard};
 use super::executor::{Ended, Executor, Progress};
 use super::requests::{LiveRequest, Owner};
 use super::state::Carried;
-use super::{EngineStats, StepError};
+use super::{EngineStats, MemoryReport, StepError};
 use crate::completion::{RequestId, RequestOutput};
 use crate::request::RequestError;
 use crate::scheduler::PinId;
@@ -158,7 +158,7 @@ impl Serving<'_> {
 pub(crate) struct Shared {
     mailbox: Mutex<Mailbox>,
     executor: Mutex<Executor>,
-    memory: (u64, u64),
+    memory: MemoryReport,
 }
 
 impl Shared {
@@ -171,8 +171,8 @@ impl Shared {
         (self.mailbox.into_inner(), self.executor.into_inner())
     }
 
-    /// Bytes of the KV cache and of the activations.
-    pub(crate) fn memory(&self) -> (u64, u64) {
+    /// Memory of the KV cache and of the activations.
+    pub(crate) fn memory(&self) -> MemoryReport {
         self.memory
     }
 

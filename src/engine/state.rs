@@ -2,15 +2,40 @@
 
 use std::fmt::Debug;
 
-use super::report::{LoadReport, SleepReport, WakeReport};
+use super::report::{LoadReport, MemoryReport, SleepReport, WakeReport};
 use super::requests::LiveRequest;
 use super::serving::Shared;
 use crate::completion::RequestOutput;
 use crate::device::Arena;
 use crate::weights::{ResidentWeights, WeightVersion};
 
-mod sealed {
-    pub trait Sealed {}
+/// What makes a state or a retention, out of other crates' reach.
+pub(super) mod sealed {
+    use crate::engine::core::Core;
+    use crate::engine::{LoadError, LoadReport, MemoryReport};
+    use crate::weights::{Match, ResidentWeights, WeightSource};
+
+    pub trait State {
+        /// Device memory that the state holds.
+        fn memory(&self) -> MemoryReport;
+    }
+
+    pub trait Retention: Sized {
+        /// Name of the state of sleeping so.
+        const SLEEPING: &'static str;
+
+        /// Memory that the weights hold, parked ones included.
+        fn memory(&self) -> MemoryReport;
+
+        /// Takes in new weights. On an error it comes back as it was.
+        #[expect(private_interfaces, reason = "sealed: nobody else can call it")]
+        fn receive(
+            self,
+            core: &Core,
+            matched: &Match,
+            source: &mut dyn WeightSource,
+        ) -> Result<(ResidentWeights, LoadReport), (Self, LoadError)>;
+    }
 }
 
 /// A state of [`Engine`](crate::Engine): [`Awake`], [`Sleeping`] or [`WeightsLoaded`]. Sealed: no other crate
@@ -19,32 +44,13 @@ mod sealed {
     message = "`{Self}` is not a state of an engine",
     note = "the states are `Awake`, `Sleeping<Kept>`, `Sleeping<Discarded>` and `WeightsLoaded`"
 )]
-pub trait State: sealed::Sealed + Debug + Send {
+pub trait State: sealed::State + Debug + Send {
     /// The state's name, as messages give it.
     const NAME: &'static str;
-
-    #[doc(hidden)]
-    fn parts(&self) -> Parts;
 }
 
 /// What became of the weights at sleep: [`Kept`] or [`Discarded`]. Sealed.
-pub trait Retention: sealed::Sealed + Debug + Send {
-    #[doc(hidden)]
-    const SLEEPING: &'static str;
-
-    #[doc(hidden)]
-    fn resident_bytes(&self) -> (u64, u64);
-}
-
-/// Device bytes that a state holds, by part.
-#[doc(hidden)]
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Parts {
-    pub(crate) weights: u64,
-    pub(crate) parked: u64,
-    pub(crate) kv_cache: u64,
-    pub(crate) workspace: u64,
-}
+pub trait Retention: sealed::Retention + Debug + Send {}
 
 /// Address ranges that hold no memory, kept so that what comes back comes back at the same addresses.
 #[derive(Debug)]
@@ -117,52 +123,35 @@ pub(crate) struct Carried {
     pub(crate) settled: Vec<RequestOutput>,
 }
 
-impl sealed::Sealed for Awake {}
+impl sealed::State for Awake {
+    fn memory(&self) -> MemoryReport {
+        MemoryReport { weights_bytes: self.weights.bytes() as u64, ..self.shared.memory() }
+    }
+}
+
 impl State for Awake {
     const NAME: &'static str = "awake";
+}
 
-    fn parts(&self) -> Parts {
-        let (kv_cache, workspace) = self.shared.memory();
-        Parts { weights: self.weights.bytes() as u64, parked: 0, kv_cache, workspace }
+impl<W: Retention> sealed::State for Sleeping<W> {
+    fn memory(&self) -> MemoryReport {
+        self.weights.memory()
     }
 }
 
-impl<W: Retention> sealed::Sealed for Sleeping<W> {}
 impl<W: Retention> State for Sleeping<W> {
     const NAME: &'static str = W::SLEEPING;
+}
 
-    fn parts(&self) -> Parts {
-        let (weights, parked) = self.weights.resident_bytes();
-        Parts { weights, parked, ..Parts::default() }
+impl sealed::State for WeightsLoaded {
+    fn memory(&self) -> MemoryReport {
+        MemoryReport { weights_bytes: self.weights.bytes() as u64, ..MemoryReport::default() }
     }
 }
 
-impl sealed::Sealed for WeightsLoaded {}
 impl State for WeightsLoaded {
     const NAME: &'static str = "weights loaded";
-
-    fn parts(&self) -> Parts {
-        Parts { weights: self.weights.bytes() as u64, ..Parts::default() }
-    }
 }
 
-impl sealed::Sealed for Kept {}
-impl Retention for Kept {
-    const SLEEPING: &'static str = "sleeping, weights kept";
-
-    fn resident_bytes(&self) -> (u64, u64) {
-        match &self.0 {
-            KeptWeights::Resident(weights) => (weights.bytes() as u64, 0),
-            KeptWeights::Parked { bytes, .. } => (0, bytes.len() as u64),
-        }
-    }
-}
-
-impl sealed::Sealed for Discarded {}
-impl Retention for Discarded {
-    const SLEEPING: &'static str = "sleeping, weights discarded";
-
-    fn resident_bytes(&self) -> (u64, u64) {
-        (0, 0)
-    }
-}
+impl Retention for Kept {}
+impl Retention for Discarded {}

@@ -6,7 +6,7 @@ use tracing::info_span;
 
 use super::core::Core;
 use super::executor::Executor;
-use super::report::{MemoryReport, WakeReport};
+use super::report::WakeReport;
 use super::serving::{Mailbox, Serving, Shared};
 use super::state::{Awake, Reservations, WeightsLoaded};
 use super::{Engine, Failed, WakeError};
@@ -30,18 +30,13 @@ impl Engine<WeightsLoaded> {
                 return Err(Failed::new(Engine { core, state }, error.into()));
             }
         };
-        let taken = MemoryReport {
-            kv_cache_bytes: kv.committed() as u64,
-            workspace_bytes: workspace.committed() as u64,
-            ..MemoryReport::default()
-        };
         let mut mailbox = Mailbox::new(core.next_request);
         let mut executor = Executor::new(&core, weights.version(), kv, workspace);
         Serving { mailbox: &mut mailbox, executor: &mut executor }.carry(carried);
         let report = WakeReport {
             version: weights.version(),
             blocks: core.parts.limits.kv.num_blocks,
-            taken,
+            taken: executor.memory(),
             resumed: executor.live_requests(),
             wake: begin.elapsed(),
         };
