@@ -13,9 +13,16 @@ use safetensors::{Dtype, View};
 
 /// The policy's master weights.
 pub struct EvolutionStrategy {
-    tensors: Vec<(TensorSpec, Vec<f32>)>,
+    tensors: Vec<MasterTensor>,
     sigma: f32,
     rate: f32,
+}
+
+struct MasterTensor {
+    spec: TensorSpec,
+    values: Vec<f32>,
+    /// Root mean square of the values as they were: perturbations are relative to it.
+    scale: f32,
 }
 
 /// A full set of weights in the checkpoint's dtypes, as the engine takes it.
@@ -58,13 +65,15 @@ impl EvolutionStrategy {
             let mut bytes = Vec::new();
             checkpoint.read(index, &mut |chunk| bytes.extend_from_slice(chunk))?;
             let values = decode(spec.dtype, &bytes);
-            tensors.push((spec, values));
+            let squares: f64 = values.iter().map(|&value| f64::from(value).powi(2)).sum();
+            let scale = (squares / values.len() as f64).sqrt() as f32;
+            tensors.push(MasterTensor { spec, values, scale });
         }
         Ok(Self { tensors, sigma, rate })
     }
 
     pub fn parameters(&self) -> usize {
-        self.tensors.iter().map(|(_, values)| values.len()).sum()
+        self.tensors.iter().map(|tensor| tensor.values.len()).sum()
     }
 
     /// The policy as it is.
@@ -80,9 +89,10 @@ impl EvolutionStrategy {
 
     fn perturbed(&self, seed: u64, scale: f32) -> Policy {
         let mut random = Random::new(seed);
-        let tensors = self.tensors.iter().map(|(spec, values)| {
-            let values = values.iter().map(|value| value + scale * random.normal());
-            (spec.name.clone(), encode(spec, values))
+        let tensors = self.tensors.iter().map(|tensor| {
+            let scale = scale * tensor.scale;
+            let values = tensor.values.iter().map(|value| value + scale * random.normal());
+            (tensor.spec.name.clone(), encode(&tensor.spec, values))
         });
         Policy(tensors.collect())
     }
@@ -95,8 +105,9 @@ impl EvolutionStrategy {
         for (pair, rewards) in rewards.chunks_exact(2).enumerate() {
             let step = self.rate * self.sigma * (rewards[0] - rewards[1]) / deviation / members;
             let mut random = Random::new(pair_seed(seed, pair));
-            for (_, values) in &mut self.tensors {
-                values.iter_mut().for_each(|value| *value += step * random.normal());
+            for tensor in &mut self.tensors {
+                let step = step * tensor.scale;
+                tensor.values.iter_mut().for_each(|value| *value += step * random.normal());
             }
         }
     }
