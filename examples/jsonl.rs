@@ -1,80 +1,93 @@
 //! For scripts and comparisons: one request per line on standard input, one completion per line on standard
-//! output. Requests are batched together.
+//! output, in the order of the requests and of their samples. All requests are batched together.
 //!
 //! ```sh
 //! echo '{"prompt": [1, 2], "max_new_tokens": 8, "temperature": 0}' | cargo run --release --example jsonl -- --model DIR
 //! ```
 //!
-//! A request has the fields of `Request` by their names. Options: `--model DIR`, `--threads N`,
-//! `--kv-blocks N`, `--block-size N`, `--no-prefix-cache`, `--max-batch N` (sequences in a step).
+//! A request has the fields of `Request` by their names; a line that is not a valid request gets a line with
+//! `error`. Options: `--model DIR`, `--threads N`, `--kv-blocks N`, `--block-size N`, `--no-prefix-cache`,
+//! `--max-batch N` (sequences in a step).
 
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::io::{BufRead, BufWriter, Write};
 
-use dormouse::{Engine, FinishReason, KvCapacity, Request, RequestId, RequestOutput};
-use serde_json::json;
+use dormouse::{Engine, EngineBuilder, FinishReason, KvCapacity, Request, RequestOutput, TokenLogprob};
+use serde_json::{Value, json};
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let mut model = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/model").to_owned();
-    let mut options = Vec::new();
-    let mut args = std::env::args().skip(1);
-    while let Some(arg) = args.next() {
-        let mut number = || -> Result<usize, Box<dyn Error>> {
-            Ok(args.next().ok_or_else(|| format!("{arg} needs a number"))?.parse()?)
-        };
-        match arg.as_str() {
-            "--model" => model = args.next().ok_or("--model needs a directory")?,
-            "--threads" | "--kv-blocks" | "--block-size" | "--max-batch" => {
-                options.push((arg.clone(), number()?))
-            }
-            "--no-prefix-cache" => options.push((arg, 0)),
-            _ => return Err(format!("unknown option {arg}").into()),
-        }
-    }
-    let mut builder = Engine::builder(&model);
-    for (option, value) in options {
-        builder = match option.as_str() {
-            "--threads" => builder.threads(value),
-            "--kv-blocks" => builder.kv_cache(KvCapacity::Blocks(value)),
-            "--block-size" => builder.block_size(value),
-            "--max-batch" => builder.max_num_seqs(value),
-            _ => builder.prefix_cache(false),
-        };
-    }
-    let engine = builder.build()?;
-    let mut out = BufWriter::new(std::io::stdout().lock());
-    // Line number of each request, by its id: outputs come as they end.
-    let mut lines: std::collections::HashMap<RequestId, usize> = std::collections::HashMap::new();
+    let engine = options()?.build()?;
+    // By input line: what is ready to be printed. A request is here once it has ended.
+    let mut ready: BTreeMap<usize, Vec<Value>> = BTreeMap::new();
+    let mut lines = BTreeMap::new();
     for (line, text) in std::io::stdin().lock().lines().enumerate() {
         let text = text?;
-        if text.trim().is_empty() {
-            continue;
-        }
         let submitted = serde_json::from_str::<Request>(&text)
             .map_err(|error| error.to_string())
             .and_then(|request| engine.submit(request).map_err(|error| error.to_string()));
         match submitted {
             Ok(id) => drop(lines.insert(id, line)),
-            Err(error) => writeln!(out, "{}", json!({"line": line, "error": error}))?,
+            Err(_) if text.trim().is_empty() => drop(ready.insert(line, Vec::new())),
+            Err(error) => drop(ready.insert(line, vec![json!({"line": line, "error": error})])),
         }
     }
+    let mut out = BufWriter::new(std::io::stdout().lock());
+    let mut next = 0;
     loop {
         let step = engine.step()?;
         for output in &step.outputs {
-            write_completions(&mut out, lines[&output.request], output)?;
+            let line = lines[&output.request];
+            ready.insert(line, completions(line, output));
+        }
+        while let Some(values) = ready.remove(&next) {
+            values.iter().try_for_each(|value| writeln!(out, "{value}"))?;
+            next += 1;
         }
         if step.is_idle() {
-            break;
+            return Ok(out.flush()?);
         }
     }
-    Ok(out.flush()?)
 }
 
-fn write_completions(out: &mut impl Write, line: usize, output: &RequestOutput) -> std::io::Result<()> {
-    for completion in &output.completions {
+fn options() -> Result<EngineBuilder, Box<dyn Error>> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let value = |name: &str| {
+        let at = args.iter().position(|arg| arg == name)?;
+        Some(args.get(at + 1).cloned().unwrap_or_default())
+    };
+    let number = |name: &str| -> Result<Option<usize>, String> {
+        value(name)
+            .map(|text| text.parse().map_err(|_| format!("{name} needs a number, not {text:?}")))
+            .transpose()
+    };
+    let known = ["--model", "--threads", "--kv-blocks", "--block-size", "--max-batch", "--no-prefix-cache"];
+    if let Some(unknown) = args.iter().find(|arg| arg.starts_with("--") && !known.contains(&arg.as_str())) {
+        return Err(format!("unknown option {unknown}; there are {}", known.join(", ")).into());
+    }
+    let model =
+        value("--model").unwrap_or_else(|| concat!(env!("CARGO_MANIFEST_DIR"), "/examples/model").to_owned());
+    let mut builder = Engine::builder(model);
+    if let Some(threads) = number("--threads")? {
+        builder = builder.threads(threads);
+    }
+    if let Some(blocks) = number("--kv-blocks")? {
+        builder = builder.kv_cache(KvCapacity::Blocks(blocks));
+    }
+    if let Some(tokens) = number("--block-size")? {
+        builder = builder.block_size(tokens);
+    }
+    if let Some(sequences) = number("--max-batch")? {
+        builder = builder.max_num_seqs(sequences);
+    }
+    Ok(builder.prefix_cache(!args.iter().any(|arg| arg == "--no-prefix-cache")))
+}
+
+fn completions(line: usize, output: &RequestOutput) -> Vec<Value> {
+    let pair = |top: &TokenLogprob| json!([top.token, top.logprob]);
+    let object = |completion: &dormouse::Completion| {
         let mut object = json!({
             "line": line,
-            "id": output.id,
             "index": completion.index,
             "tokens": completion.tokens,
             "logprobs": completion.logprobs,
@@ -83,26 +96,21 @@ fn write_completions(out: &mut impl Write, line: usize, output: &RequestOutput) 
             "seed": completion.seed,
             "version": completion.versions.last().map(|span| span.version.to_string()),
         });
-        let mut set = |name: &str, value: serde_json::Value| drop(object[name] = value);
-        if let Some(logprobs) = &output.prompt_logprobs {
-            set("prompt_logprobs", json!(logprobs));
-        }
-        if let Some(logprobs) = &completion.processed_logprobs {
-            set("processed_logprobs", json!(logprobs));
-        }
-        if let Some(top) = &completion.top_logprobs {
-            let pairs = |list: &Vec<dormouse::TokenLogprob>| {
-                json!(list.iter().map(|t| (t.token, t.logprob)).collect::<Vec<_>>())
-            };
-            set("top_logprobs", top.iter().map(pairs).collect());
-        }
-        if let Some(kept) = &completion.kept {
-            set("kept", json!(kept));
-        }
+        let mut set = |name: &str, value: Option<Value>| {
+            if let Some(value) = value {
+                object[name] = value;
+            }
+        };
+        set("id", output.id.as_ref().map(|id| json!(id)));
+        set("prompt_logprobs", output.prompt_logprobs.as_ref().map(|logprobs| json!(logprobs)));
+        set("processed_logprobs", completion.processed_logprobs.as_ref().map(|logprobs| json!(logprobs)));
+        set("kept", completion.kept.as_ref().map(|kept| json!(kept)));
+        let top = completion.top_logprobs.as_ref();
+        set("top_logprobs", top.map(|top| top.iter().map(|list| list.iter().map(pair).collect()).collect()));
         if let FinishReason::Error(error) = &completion.finish_reason {
-            set("error", json!(error.to_string()));
+            set("error", Some(json!(error.to_string())));
         }
-        writeln!(out, "{object}")?;
-    }
-    Ok(())
+        object
+    };
+    output.completions.iter().map(object).collect()
 }
