@@ -16,7 +16,13 @@ use std::io::{BufRead, BufWriter, Write};
 use dormouse::{Engine, EngineBuilder, FinishReason, KvCapacity, Request, RequestOutput, TokenLogprob};
 use serde_json::{Value, json};
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> std::process::ExitCode {
+    let Err(error) = run() else { return std::process::ExitCode::SUCCESS };
+    eprintln!("jsonl: {error}");
+    std::process::ExitCode::FAILURE
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
     let engine = options()?.build()?;
     // By input line: what is ready to be printed. A request is here once it has ended.
     let mut ready: BTreeMap<usize, Vec<Value>> = BTreeMap::new();
@@ -84,7 +90,9 @@ fn options() -> Result<EngineBuilder, Box<dyn Error>> {
 }
 
 fn completions(line: usize, output: &RequestOutput) -> Vec<Value> {
-    let pair = |top: &TokenLogprob| json!([top.token, top.logprob]);
+    let pairs = |list: &Vec<TokenLogprob>| -> Value {
+        list.iter().map(|top| json!([top.token, top.logprob])).collect()
+    };
     let object = |completion: &dormouse::Completion| {
         let mut object = json!({
             "line": line,
@@ -106,7 +114,7 @@ fn completions(line: usize, output: &RequestOutput) -> Vec<Value> {
         set("processed_logprobs", completion.processed_logprobs.as_ref().map(|logprobs| json!(logprobs)));
         set("kept", completion.kept.as_ref().map(|kept| json!(kept)));
         let top = completion.top_logprobs.as_ref();
-        set("top_logprobs", top.map(|top| top.iter().map(|list| list.iter().map(pair).collect()).collect()));
+        set("top_logprobs", top.map(|top| top.iter().map(pairs).collect()));
         if let FinishReason::Error(error) = &completion.finish_reason {
             set("error", Some(json!(error.to_string())));
         }
