@@ -191,7 +191,10 @@ pub enum SourceError {
         dtype: String,
     },
     /// A tensor given in memory has more or fewer bytes than its shape says.
-    #[error("tensor `{tensor}` has {received_bytes} bytes, its {dtype} shape {shape:?} needs {}", needed(*expected_bytes))]
+    #[error(
+        "tensor `{tensor}` has {received_bytes} bytes, its {dtype} shape {shape:?} needs {}",
+        needed(*expected_bytes)
+    )]
     WrongLength {
         /// The tensor, its name cut to a readable length.
         tensor: String,

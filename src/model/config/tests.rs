@@ -228,7 +228,9 @@ fn hostile_values_are_errors_that_name_field_and_value() {
     let long = parse(&with(json!({"hidden_act": "x".repeat(100_000)}))).unwrap_err().to_string();
     assert!(long.len() < 400);
     assert!(parse(&without(&["model_type", "architectures"], json!({}))).is_err());
-    let large = json!({"head_dim": 128, "hidden_size": 131_072, "intermediate_size": 1_048_576, "num_hidden_layers": 4096});
+    let large = json!({
+        "head_dim": 128, "hidden_size": 131_072, "intermediate_size": 1_048_576, "num_hidden_layers": 4096
+    });
     assert!(parse(&with(large)).unwrap_err().to_string().contains("parameters"));
     let two = with(json!({"torch_dtype": "float32", "dtype": "bfloat16"}));
     assert!(matches!(parse(&two), Err(ConfigError::Contradiction { .. })));

@@ -288,9 +288,8 @@ fn tensors_of_other_dtypes_are_set_aside() {
     assert_eq!(source.unsupported().len(), 1);
     model.write("2.safetensors", &file(&[B])[..20]);
     let fault = model.fault();
-    assert!(
-        matches!(fault, SourceError::Safetensors { fault, .. } if matches!(*fault, SafetensorsError::TruncatedHeader { .. }))
-    );
+    assert!(matches!(fault, SourceError::Safetensors { fault, .. }
+            if matches!(*fault, SafetensorsError::TruncatedHeader { .. })));
 }
 
 proptest! {
