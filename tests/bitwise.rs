@@ -233,7 +233,7 @@ fn preemption_of_everything() {
         let model = Model::tiny(false, dtype);
         let requests = requests();
         let expected = model.alone(&requests);
-        for (rows, cache) in [(1, true), (5, true), (512, true), (512, false)] {
+        for (rows, cache) in [(1, true), (5, true), (40, true), (512, true), (512, false)] {
             let engine = model.engine(|b| {
                 b.kv_cache(KvCapacity::Blocks(16)).max_num_batched_tokens(rows).prefix_cache(cache)
             });
@@ -241,8 +241,8 @@ fn preemption_of_everything() {
                 let outputs = generate(&engine, &requests);
                 assert_same(&format!("{rows} rows, cache {cache}, {round}"), &outputs, &expected);
             }
-            // A step of one row runs one sequence, which nobody can preempt.
-            assert!(rows == 1 || engine.stats().preemptions > 0, "{rows} rows: 16 blocks are too few");
+            // Few rows admit few sequences at a time, which fit together.
+            assert!(rows < 40 || engine.stats().preemptions > 0, "{rows} rows: 16 blocks are too few");
         }
     }
 }
