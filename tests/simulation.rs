@@ -521,7 +521,7 @@ fn cut(completion: &Completion, len: usize) -> Completion {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, max_shrink_iters: 2000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 1000, max_shrink_iters: 2000, ..ProptestConfig::default() })]
 
     #[test]
     fn outputs_are_those_of_a_fresh_engine(pool in pool(), ops in prop::collection::vec(op(), 1..50)) {
@@ -552,4 +552,22 @@ fn the_oracle_is_a_new_engine() {
         WEIGHT_SETS,
         "sets can be told apart"
     );
+}
+
+/// A turn under another cache salt cannot go on from the pinned blocks: it lets them go and is answered.
+#[test]
+fn a_session_may_change_its_salt() {
+    let oracle = ORACLE.with(Rc::clone);
+    let engine = awake(tiny_builder(true, DType::F32).prefix_cache(false), &oracle.weights[0]);
+    let mut session = engine.session();
+    let turn = |salt: &str| Request::new(vec![1, 2, 3]).seed(1).ignore_eos(true).cache_salt(salt);
+    for salt in ["a", "b", "b", "a"] {
+        let output = session.generate(&turn(salt)).unwrap();
+        let alone = turn(salt);
+        let request = Request::new(output.prompt.clone()).params(alone.params.clone());
+        assert_eq!(exact::output(&output), exact::output(&oracle.answer(0, &request)), "salt {salt}");
+    }
+    drop(session);
+    engine.step().unwrap();
+    assert_eq!(engine.stats().blocks_free, engine.stats().blocks, "nothing stays pinned");
 }
