@@ -142,7 +142,7 @@ impl Executor {
             // One sequence computes the prompt's logprobs.
             let scores = request.wants_prompt_logprobs() && sample == open[0];
             let new = new_sequence(&request, sample, seq, forks, scores);
-            if let Err(error) = self.scheduler.add(new) {
+            if let Err(error) = self.add(new) {
                 refused = Some(error);
             }
         }
@@ -153,6 +153,18 @@ impl Executor {
         } else if open.is_empty() {
             self.close_if_ended(id);
         }
+    }
+
+    /// Adds a sequence; pinned blocks that it cannot go on from (its salt is another) are let go, and it
+    /// computes its history anew.
+    fn add(&mut self, mut new: NewSequence) -> Result<(), AddError> {
+        let Some(pin) = new.pinned else { return self.scheduler.add(new) };
+        if self.scheduler.add(new.clone()).is_ok() {
+            return Ok(());
+        }
+        self.scheduler.unpin(pin);
+        new.pinned = None;
+        self.scheduler.add(new)
     }
 
     fn next_seq_id(&mut self) -> SeqId {
@@ -434,8 +446,8 @@ impl Executor {
     }
 }
 
-/// Submission checks lengths against the pool, and a session's turns go on from its pin: what is refused all
-/// the same gets an answer instead of waiting for ever.
+/// Submission checks lengths against the pool: what is refused all the same gets an answer instead of waiting
+/// for ever.
 fn no_capacity(error: &AddError) -> CompletionError {
     match *error {
         AddError::NeverFits { needed_blocks, total_blocks, .. } => {
