@@ -1,0 +1,192 @@
+//! A CPU device whose n-th operation fails or panics.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::cpu;
+use crate::device::cpu::{Budget, CpuDevice};
+use crate::device::{
+    Arena, AttentionBatch, Device, DeviceError, HeadShape, KvLayer, KvLayerMut, Matrix, MatrixShape, Output,
+    QkNorm, RopeAngles, Vector, View, ViewMut,
+};
+
+/// Counts what can fail (memory goes through the CPU device's own budget) and what can only panic.
+#[derive(Debug)]
+pub(super) struct FaultyDevice {
+    inner: CpuDevice,
+    /// Operations until one fails; 0 when none is to fail.
+    fail_in: AtomicU64,
+    /// Operations and copies until one panics; 0 when none is to panic.
+    panic_in: AtomicU64,
+    /// Reservations until one fails.
+    reserve_in: AtomicU64,
+}
+
+impl FaultyDevice {
+    pub(super) fn new() -> Arc<Self> {
+        let zero = || AtomicU64::new(0);
+        Arc::new(Self { inner: cpu(), fail_in: zero(), panic_in: zero(), reserve_in: zero() })
+    }
+
+    pub(super) fn budget(&self) -> &Arc<Budget> {
+        self.inner.budget()
+    }
+
+    /// Makes the `n`-th operation from now fail; 0 cancels.
+    pub(super) fn fail_nth(&self, n: u64) {
+        self.fail_in.store(n, Ordering::Relaxed);
+    }
+
+    /// Makes the `n`-th operation or copy from now panic; 0 cancels.
+    pub(super) fn panic_nth(&self, n: u64) {
+        self.panic_in.store(n, Ordering::Relaxed);
+    }
+
+    /// Makes the `n`-th reservation from now fail; 0 cancels.
+    pub(super) fn refuse_nth_reservation(&self, n: u64) {
+        self.reserve_in.store(n, Ordering::Relaxed);
+    }
+
+    fn may_panic(&self) {
+        assert!(!counted_down(&self.panic_in), "an operation that panics");
+    }
+
+    fn operation(&self, operation: &'static str) -> Result<(), DeviceError> {
+        self.may_panic();
+        match counted_down(&self.fail_in) {
+            true => Err(DeviceError::Operation { operation, detail: "injected".into() }),
+            false => Ok(()),
+        }
+    }
+}
+
+fn counted_down(counter: &AtomicU64) -> bool {
+    let count = |left: u64| Some(left.saturating_sub(1));
+    counter.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count) == Ok(1)
+}
+
+impl Device for FaultyDevice {
+    fn reserve(&self, label: &'static str, bytes: usize) -> Result<Arena, DeviceError> {
+        match counted_down(&self.reserve_in) {
+            true => Err(DeviceError::AddressSpace { label, bytes: bytes as u64 }),
+            false => self.inner.reserve(label, bytes),
+        }
+    }
+
+    fn matrix_bytes(&self, shape: MatrixShape) -> usize {
+        self.inner.matrix_bytes(shape)
+    }
+
+    fn write_rows(&self, dst: ViewMut<'_, u8>, shape: MatrixShape, first_row: usize, src: &[u8]) {
+        self.may_panic();
+        self.inner.write_rows(dst, shape, first_row, src);
+    }
+
+    fn read_rows(&self, src: View<'_, u8>, shape: MatrixShape, first_row: usize, out: &mut [u8]) {
+        self.may_panic();
+        self.inner.read_rows(src, shape, first_row, out);
+    }
+
+    fn write_bytes(&self, dst: ViewMut<'_, u8>, src: &[u8]) {
+        self.may_panic();
+        self.inner.write_bytes(dst, src);
+    }
+
+    fn read_bytes(&self, src: View<'_, u8>, out: &mut [u8]) {
+        self.may_panic();
+        self.inner.read_bytes(src, out);
+    }
+
+    fn embed(&self, table: Matrix<'_>, tokens: &[u32], out: ViewMut<'_, f32>) -> Result<(), DeviceError> {
+        self.operation("embed")?;
+        self.inner.embed(table, tokens, out)
+    }
+
+    fn rms_norm(
+        &self,
+        x: View<'_, f32>,
+        weight: Vector<'_>,
+        eps: f32,
+        out: ViewMut<'_, f32>,
+    ) -> Result<(), DeviceError> {
+        self.operation("rms_norm")?;
+        self.inner.rms_norm(x, weight, eps, out)
+    }
+
+    fn matmul(
+        &self,
+        x: View<'_, f32>,
+        w: Matrix<'_>,
+        bias: Option<Vector<'_>>,
+        output: Output,
+        out: ViewMut<'_, f32>,
+    ) -> Result<(), DeviceError> {
+        self.operation("matmul")?;
+        self.inner.matmul(x, w, bias, output, out)
+    }
+
+    fn rope(
+        &self,
+        qkv: ViewMut<'_, f32>,
+        shape: HeadShape,
+        norm: Option<QkNorm<'_>>,
+        angles: RopeAngles<'_>,
+    ) -> Result<(), DeviceError> {
+        self.operation("rope")?;
+        self.inner.rope(qkv, shape, norm, angles)
+    }
+
+    fn store_kv(
+        &self,
+        qkv: View<'_, f32>,
+        shape: HeadShape,
+        slots: &[u32],
+        cache: KvLayerMut<'_>,
+    ) -> Result<(), DeviceError> {
+        self.operation("store_kv")?;
+        self.inner.store_kv(qkv, shape, slots, cache)
+    }
+
+    fn attention(
+        &self,
+        qkv: View<'_, f32>,
+        shape: HeadShape,
+        batch: &AttentionBatch<'_>,
+        cache: KvLayer<'_>,
+        out: ViewMut<'_, f32>,
+    ) -> Result<(), DeviceError> {
+        self.operation("attention")?;
+        self.inner.attention(qkv, shape, batch, cache, out)
+    }
+
+    fn silu_mul(
+        &self,
+        gate_up: View<'_, f32>,
+        width: usize,
+        out: ViewMut<'_, f32>,
+    ) -> Result<(), DeviceError> {
+        self.operation("silu_mul")?;
+        self.inner.silu_mul(gate_up, width, out)
+    }
+
+    fn gather_rows(
+        &self,
+        x: View<'_, f32>,
+        dim: usize,
+        rows: &[u32],
+        out: ViewMut<'_, f32>,
+    ) -> Result<(), DeviceError> {
+        self.operation("gather_rows")?;
+        self.inner.gather_rows(x, dim, rows, out)
+    }
+
+    fn copy_blocks(&self, cache: KvLayerMut<'_>, copies: &[(u32, u32)]) -> Result<(), DeviceError> {
+        self.operation("copy_blocks")?;
+        self.inner.copy_blocks(cache, copies)
+    }
+
+    fn with_host(&self, view: View<'_, f32>, f: &mut dyn FnMut(&[f32])) -> Result<(), DeviceError> {
+        self.operation("with_host")?;
+        self.inner.with_host(view, f)
+    }
+}
