@@ -12,7 +12,7 @@ use tokenizers::Tokenizer;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut model = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/model").to_owned();
-    let mut prompt = "12+34=".to_owned();
+    let mut prompt = "47+38=(".to_owned();
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match arg.as_str() {

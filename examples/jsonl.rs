@@ -2,7 +2,8 @@
 //! output, in the order of the requests and of their samples. All requests are batched together.
 //!
 //! ```sh
-//! echo '{"prompt": [1, 2], "max_new_tokens": 8, "temperature": 0}' | cargo run --release --example jsonl -- --model DIR
+//! echo '{"prompt": [1, 2], "max_new_tokens": 8, "temperature": 0}' \
+//!     | cargo run --release --example jsonl -- --model DIR
 //! ```
 //!
 //! A request has the fields of `Request` by their names; a line that is not a valid request gets a line with

@@ -14,28 +14,24 @@ pub fn write_svg(path: &str, rewards: &[f32]) -> std::io::Result<()> {
     for tenth in (0..=10).step_by(2) {
         let (reward, y) = (tenth as f32 / 10.0, y(tenth as f32 / 10.0));
         let (left, right) = (MARGIN, WIDTH - MARGIN);
-        let _ = write!(
-            grid,
-            r##"<line x1="{left}" y1="{y}" x2="{right}" y2="{y}" stroke="#ddd"/><text x="{}" y="{}" text-anchor="end">{reward:.1}</text>"##,
-            left - 8.0,
-            y + 4.0
-        );
+        let _ = writeln!(grid, r##"<line x1="{left}" y1="{y}" x2="{right}" y2="{y}" stroke="#ddd"/>"##);
+        let (x, y) = (left - 8.0, y + 4.0);
+        let _ = writeln!(grid, r##"<text x="{x}" y="{y}" text-anchor="end">{reward:.1}</text>"##);
     }
-    let points: String =
-        rewards.iter().enumerate().map(|(i, &r)| format!("{:.1},{:.1} ", x(i), y(r))).collect();
+    let mut points = String::new();
+    for (step, &reward) in rewards.iter().enumerate() {
+        let _ = write!(points, "{:.1},{:.1} ", x(step), y(reward));
+    }
+    let (middle, bottom, last) = (WIDTH / 2.0, HEIGHT - 12.0, rewards.len().saturating_sub(1));
     let svg = format!(
-        r##"<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12">
+        r##"<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"
+    font-family="sans-serif" font-size="12">
 <rect width="100%" height="100%" fill="white"/>
-{grid}
-<polyline points="{points}" fill="none" stroke="#2a6fb0" stroke-width="2"/>
-<text x="{}" y="24" text-anchor="middle" font-size="15">mean reward of the population</text>
-<text x="{}" y="{}" text-anchor="middle">step (0 to {})</text>
+{grid}<polyline points="{points}" fill="none" stroke="#2a6fb0" stroke-width="2"/>
+<text x="{middle}" y="24" text-anchor="middle" font-size="15">mean reward of the population</text>
+<text x="{middle}" y="{bottom}" text-anchor="middle">step (0 to {last})</text>
 </svg>
-"##,
-        WIDTH / 2.0,
-        WIDTH / 2.0,
-        HEIGHT - 12.0,
-        rewards.len().saturating_sub(1),
+"##
     );
     if let Some(parent) = std::path::Path::new(path).parent() {
         std::fs::create_dir_all(parent)?;
