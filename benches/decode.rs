@@ -108,7 +108,7 @@ fn main() -> Outcome {
     let options = Options::parse(std::env::args().skip(1))?;
     let begin = Instant::now();
     let mut report = Report::new(&options);
-    let limit = machine::read_limit(options.threads, options.times(7, 3));
+    let limit = machine::read_limit(options.threads, options.times(1 << 30, 512 << 20), options.times(7, 3));
     report.set_limit(limit);
     report.print_head();
 

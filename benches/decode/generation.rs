@@ -8,7 +8,7 @@ use super::report::{Cell, Report};
 use super::{Options, Outcome, gb_per_s, median, timed};
 
 /// Tokens of a prompt where its length is not the question.
-const PROMPT: usize = 16;
+const PROMPT: usize = 8;
 
 /// What a step costs at least.
 #[derive(Debug)]
@@ -115,18 +115,18 @@ pub(crate) fn decode(
         ]);
     };
     let greedy = |tokens, number| Request::new(prompt(engine, tokens, number)).temperature(0.0);
-    for (batch, times) in [(1, (64, 24)), (4, (48, 16)), (16, (32, 10)), (64, (16, 4))] {
+    for (batch, times) in [(1, (64, 24)), (4, (48, 12)), (16, (32, 8)), (64, (16, 3))] {
         let requests = (0..batch).map(|number| greedy(PROMPT, number)).collect();
         let time = decode_step(engine, requests, batch, options.times(times.0, times.1))?;
         note(format!("batch {batch}"), batch, time);
         steps.push((batch, time));
     }
     let context = 1000.min(engine.limits().max_model_len.saturating_sub(128));
-    let times = options.times(32, 12);
+    let times = options.times(32, 8);
     let time = decode_step(engine, vec![greedy(context, 1000)], 1, times)?;
     note(format!("batch 1, context {context}"), 1, time);
     let group = vec![Request::new(prompt(engine, context, 1001)).samples(16).seed(1)];
-    let time = decode_step(engine, group, 16, options.times(16, 6))?;
+    let time = decode_step(engine, group, 16, options.times(16, 4))?;
     note(format!("16 samples of a prompt, context {context}"), 16, time);
     let columns = ["decode", "tokens/s", "ms/step", "weights GB/s", "% of limit"];
     report.table("decode", &format!("Decode (greedy, context {PROMPT} and on)"), &columns, &rows);
@@ -160,17 +160,18 @@ pub(crate) fn prefill(
     Ok(())
 }
 
-/// What drawing a token costs: many samples of one prompt against one, the same step otherwise.
+/// What drawing a token costs, shared out to all threads: many samples of one prompt against one, the same
+/// step otherwise. (A batch of one is sampled on one thread.)
 pub(crate) fn sampling(
     options: &Options,
     engine: &Engine<Awake>,
     steps: &[(usize, Duration)],
     report: &mut Report,
 ) -> Outcome {
-    const EXTRA: usize = 128;
+    const EXTRA: usize = 64;
     let first_step = |params: &SamplingParams, samples: usize| -> Outcome<Duration> {
         let mut times = Vec::new();
-        for number in 0..options.times(15, 5) {
+        for number in 0..options.times(15, 3) {
             let request = Request::new(prompt(engine, 1, 3000 + number)).params(params.clone());
             let request = request.samples(samples).max_new_tokens(1).seed(1);
             let (outputs, time) = timed(|| engine.generate(&[request]));
@@ -192,7 +193,8 @@ pub(crate) fn sampling(
         let each = time.as_secs_f64() / EXTRA as f64;
         let mut row = vec![name.into(), Cell::Number(each * 1e6, 1)];
         for &(batch, step) in steps {
-            row.push(Cell::Number(100.0 * each * batch as f64 / step.as_secs_f64(), 2));
+            let threads = if batch == 1 { options.threads as f64 } else { 1.0 };
+            row.push(Cell::Number(100.0 * each * batch as f64 * threads / step.as_secs_f64(), 2));
         }
         rows.push(row);
     }
@@ -200,6 +202,6 @@ pub(crate) fn sampling(
     let columns: Vec<&str> =
         ["sampling", "us/token"].into_iter().chain(shares.iter().map(|s| &**s)).collect();
     let vocab = engine.config().vocab_size();
-    report.table("sampling", &format!("Sampling, a vocabulary of {vocab}"), &columns, &rows);
+    report.table("sampling", &format!("Sampling on all threads, a vocabulary of {vocab}"), &columns, &rows);
     Ok(())
 }

@@ -8,9 +8,6 @@ use dormouse::SimdPath;
 
 use super::{median, timed};
 
-/// Far more than the caches, also than those that a virtual machine shares with others.
-const LIMIT_BYTES: usize = 1 << 30;
-
 pub(crate) fn cpu_name() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {
@@ -45,10 +42,11 @@ pub(crate) fn simd_name(path: SimdPath) -> &'static str {
     "portable"
 }
 
-/// The rate, GB/s, at which `threads` threads read a buffer much larger than the caches: the best of
-/// some passes, as a limit should be.
-pub(crate) fn read_limit(threads: usize, passes: usize) -> f64 {
-    let words: Vec<u64> = (0..LIMIT_BYTES / size_of::<u64>()).map(|i| i as u64).collect();
+/// The rate, GB/s, at which `threads` threads read a buffer of so many bytes, which should be much larger
+/// than the caches (a virtual machine shares large ones with others): the best of some passes, as a limit
+/// should be.
+pub(crate) fn read_limit(threads: usize, bytes: usize, passes: usize) -> f64 {
+    let words: Vec<u64> = (0..bytes / size_of::<u64>()).map(|i| i as u64).collect();
     let barrier = Barrier::new(threads);
     let part = words.len().div_ceil(threads);
     let best = std::thread::scope(|scope| {
@@ -67,7 +65,7 @@ pub(crate) fn read_limit(threads: usize, passes: usize) -> f64 {
         let readers: Vec<_> = words.chunks(part).map(|part| scope.spawn(move || read(part))).collect();
         readers.into_iter().filter_map(|reader| reader.join().ok()).max().unwrap_or(Duration::MAX)
     });
-    LIMIT_BYTES as f64 / best.as_secs_f64() / 1e9
+    bytes as f64 / best.as_secs_f64() / 1e9
 }
 
 /// The sum, in several chains so that it waits for memory only.
