@@ -1,1 +1,128 @@
-fn main() {}
+//! How fast generation and the lifecycle are, beside what the machine could do at most.
+//!
+//! `cargo bench --bench decode -- [--model DIR] [--threads N] [--simd auto|avx2|portable] [--short]
+//! [--json FILE]`
+//!
+//! Every time is a median. Nothing is asserted: a busy machine is slow, not wrong.
+#![expect(clippy::print_stdout, reason = "the numbers are the point")]
+
+#[path = "decode/generation.rs"]
+mod generation;
+#[path = "decode/lifecycle.rs"]
+mod lifecycle;
+#[path = "decode/machine.rs"]
+mod machine;
+#[path = "decode/overhead.rs"]
+mod overhead;
+#[path = "decode/report.rs"]
+mod report;
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use dormouse::{Awake, Engine, KvCapacity, SimdPath};
+
+use report::Report;
+
+type Outcome<T = ()> = Result<T, Box<dyn Error>>;
+
+/// What the command line asks for.
+#[derive(Debug)]
+struct Options {
+    model: PathBuf,
+    threads: usize,
+    simd: SimdPath,
+    /// Fewer repetitions, so that everything takes some seconds.
+    short: bool,
+    json: Option<PathBuf>,
+}
+
+impl Options {
+    fn parse(mut args: impl Iterator<Item = String>) -> Outcome<Self> {
+        let mut options = Self {
+            model: concat!(env!("CARGO_MANIFEST_DIR"), "/examples/model").into(),
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            simd: SimdPath::Auto,
+            short: false,
+            json: None,
+        };
+        while let Some(arg) = args.next() {
+            let mut value = || args.next().ok_or_else(|| format!("{arg} needs a value"));
+            match arg.as_str() {
+                "--model" => options.model = value()?.into(),
+                "--threads" => options.threads = value()?.parse()?,
+                "--json" => options.json = Some(value()?.into()),
+                "--short" => options.short = true,
+                "--simd" => {
+                    options.simd = match value()?.as_str() {
+                        "auto" => SimdPath::Auto,
+                        "avx2" => SimdPath::Avx2,
+                        "portable" => SimdPath::Portable,
+                        other => return Err(format!("no such path: {other}").into()),
+                    }
+                }
+                // Cargo's own.
+                "--bench" => {}
+                other => return Err(format!("unknown argument {other}").into()),
+            }
+        }
+        Ok(options)
+    }
+
+    /// `full` repetitions, or fewer in a short run.
+    fn times(&self, full: usize, short: usize) -> usize {
+        if self.short { short } else { full }
+    }
+
+    fn engine(&self) -> Outcome<Engine<Awake>> {
+        let engine = Engine::builder(&self.model)
+            .threads(self.threads)
+            .simd(self.simd)
+            .kv_cache(KvCapacity::Tokens(6 << 10))
+            // Each prompt is computed, whatever was computed before.
+            .prefix_cache(false)
+            .build()?;
+        Ok(engine)
+    }
+}
+
+/// The middle one; of an even number the lower.
+fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort_unstable();
+    times.get(times.len().saturating_sub(1) / 2).copied().unwrap_or_default()
+}
+
+/// The result and how long it took.
+fn timed<T>(f: impl FnOnce() -> T) -> (T, Duration) {
+    let begin = Instant::now();
+    let result = f();
+    (result, begin.elapsed())
+}
+
+fn gb_per_s(bytes: u64, time: Duration) -> f64 {
+    bytes as f64 / time.as_secs_f64() / 1e9
+}
+
+fn main() -> Outcome {
+    let options = Options::parse(std::env::args().skip(1))?;
+    let begin = Instant::now();
+    let mut report = Report::new(&options);
+    let limit = machine::read_limit(options.threads, options.times(1 << 30, 512 << 20), options.times(7, 3));
+    report.set_limit(limit);
+    report.print_head();
+
+    let engine = options.engine()?;
+    let costs = generation::Costs::of(&engine);
+    report.set_model(&engine, &costs);
+    let steps = generation::decode(&options, &engine, &costs, limit, &mut report)?;
+    generation::prefill(&options, &engine, &costs, &mut report)?;
+    generation::sampling(&options, &engine, &steps, &mut report)?;
+    overhead::step(&options, &mut report)?;
+    lifecycle::phases(&options, engine, &mut report)?;
+    println!("\n{:.1} s in all", begin.elapsed().as_secs_f64());
+    if let Some(path) = &options.json {
+        report.save(path)?;
+    }
+    Ok(())
+}

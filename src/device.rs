@@ -51,8 +51,8 @@ pub(crate) trait Device: Send + Sync + std::fmt::Debug {
     /// Copies bytes in.
     fn write_bytes(&self, dst: ViewMut<'_, u8>, src: &[u8]);
 
-    /// Copies bytes out.
-    fn read_bytes(&self, src: View<'_, u8>, out: &mut [u8]);
+    /// Appends the bytes to `out`.
+    fn read_bytes(&self, src: View<'_, u8>, out: &mut Vec<u8>);
 
     /// `out[i] = table[tokens[i]]`, `out`: `[tokens.len(), table.cols]`.
     fn embed(&self, table: Matrix<'_>, tokens: &[u32], out: ViewMut<'_, f32>) -> Result<(), DeviceError>;
@@ -138,4 +138,9 @@ pub(crate) trait Device: Send + Sync + std::fmt::Debug {
 
     /// Runs `f` on the elements as host memory, after everything that writes them is done.
     fn with_host(&self, view: View<'_, f32>, f: &mut dyn FnMut(&[f32])) -> Result<(), DeviceError>;
+
+    /// Calls `work` once for each of `0..count`, on as many of the host's threads as the device has for that.
+    fn share_out(&self, count: usize, work: &(dyn Fn(usize) + Sync)) {
+        (0..count).for_each(work);
+    }
 }

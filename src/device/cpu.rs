@@ -108,11 +108,11 @@ impl Device for CpuDevice {
     }
 
     fn write_bytes(&self, dst: ViewMut<'_, u8>, src: &[u8]) {
-        slice_mut(dst).copy_from_slice(src);
+        host::copy(&self.pool, src, slice_mut(dst));
     }
 
-    fn read_bytes(&self, src: View<'_, u8>, out: &mut [u8]) {
-        out.copy_from_slice(slice(&src));
+    fn read_bytes(&self, src: View<'_, u8>, out: &mut Vec<u8>) {
+        host::append(&self.pool, slice(&src), out);
     }
 
     fn embed(&self, table: Matrix<'_>, tokens: &[u32], out: ViewMut<'_, f32>) -> Result<(), DeviceError> {
@@ -229,5 +229,9 @@ impl Device for CpuDevice {
     fn with_host(&self, view: View<'_, f32>, f: &mut dyn FnMut(&[f32])) -> Result<(), DeviceError> {
         f(slice(&view));
         Ok(())
+    }
+
+    fn share_out(&self, count: usize, work: &(dyn Fn(usize) + Sync)) {
+        self.pool.for_each(count, work);
     }
 }

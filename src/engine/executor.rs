@@ -1,12 +1,15 @@
 //! Runs steps: asks the scheduler what, the transformer for logits, the samplers for tokens.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
 
 use super::core::{Core, Parts};
 use super::requests::{LiveRequest, Owner, SessionTurn};
 use super::{EngineStats, MemoryReport, StepError};
 use crate::completion::{CompletionError, FinishReason, RequestId, RequestOutput};
+use crate::device::Device;
 use crate::kv::Salt;
 use crate::model::{Batch, BatchSpan, KvMemory, Workspace};
 use crate::sampling::{SampleError, Sampled, SamplerScratch, log_sum_exp, logprob};
@@ -54,7 +57,8 @@ pub(crate) struct Executor {
     sequences: BTreeMap<SeqId, (RequestId, usize)>,
     next_seq: u64,
     ended: Vec<Ended>,
-    scratch: SamplerScratch,
+    /// Buffers that no thread samples with at the moment.
+    scratches: Mutex<Vec<SamplerScratch>>,
     stats: EngineStats,
     /// Set while a step runs; still set at the next one if the step panicked.
     in_step: bool,
@@ -87,7 +91,7 @@ impl Executor {
             sequences: BTreeMap::new(),
             next_seq: 0,
             ended: Vec::new(),
-            scratch: SamplerScratch::default(),
+            scratches: Mutex::default(),
             stats: EngineStats::default(),
             in_step: false,
         }
@@ -303,8 +307,8 @@ impl Executor {
         batch: &Batch,
         wanted: &[Wanted],
     ) -> Result<Vec<Row>, crate::device::DeviceError> {
-        let mut rows = Vec::with_capacity(wanted.len());
-        let (requests, sequences, scratch) = (&self.requests, &self.sequences, &mut self.scratch);
+        let rows: Vec<OnceLock<Row>> = wanted.iter().map(|_| OnceLock::new()).collect();
+        let (requests, sequences, scratches) = (&self.requests, &self.sequences, &self.scratches);
         let parts = Arc::clone(&self.parts);
         parts.transformer.forward(
             &*parts.device,
@@ -312,8 +316,8 @@ impl Executor {
             &mut self.kv,
             &mut self.workspace,
             batch,
-            &mut |index, logits| {
-                rows.push(match wanted[index] {
+            &|index, logits| {
+                let row = match wanted[index] {
                     Wanted::Prompt { request, position } => {
                         let token = requests[&request].prompt()[position];
                         let logprob = logprob(logits, log_sum_exp(logits), token);
@@ -322,12 +326,14 @@ impl Executor {
                     Wanted::Next { seq } => {
                         let (request, sample) = sequences[&seq];
                         let request = &requests[&request];
-                        Row::Next { seq, samples: sample_next(request, sample, logits, scratch) }
+                        let samples = sample_next(request, sample, logits, &*parts.device, scratches);
+                        Row::Next { seq, samples }
                     }
-                });
+                };
+                assert!(rows[index].set(row).is_ok(), "each row's logits come once");
             },
         )?;
-        Ok(rows)
+        Ok(rows.into_iter().map(|row| row.into_inner().expect("each row's logits came")).collect())
     }
 
     /// Appends the sampled tokens to a sequence and to those forked from it now; returns how many.
@@ -484,17 +490,21 @@ fn sample_next(
     request: &LiveRequest,
     sample: usize,
     logits: &[f32],
-    scratch: &mut SamplerScratch,
+    device: &dyn Device,
+    scratches: &Mutex<Vec<SamplerScratch>>,
 ) -> Vec<(usize, Result<Sampled, SampleError>)> {
     if request.request.params.max_new_tokens == 0 {
         return Vec::new();
     }
     let all_start = sample == 0 && request.samples.iter().all(|s| !s.ended && s.completion.tokens.is_empty());
     let drawn = if all_start { 0..request.samples.len() } else { sample..sample + 1 };
-    drawn
-        .map(|index| {
-            let live = &request.samples[index];
-            (index, live.sampler().sample(logits, live.completion.tokens.len(), scratch))
-        })
-        .collect()
+    let results: Vec<OnceLock<_>> = drawn.clone().map(|_| OnceLock::new()).collect();
+    device.share_out(results.len(), &|at| {
+        let live = &request.samples[drawn.start + at];
+        let mut scratch = scratches.lock().pop().unwrap_or_default();
+        let sampled = live.sampler().sample(logits, live.completion.tokens.len(), &mut scratch);
+        scratches.lock().push(scratch);
+        assert!(results[at].set(sampled).is_ok(), "each sample is drawn once");
+    });
+    drawn.zip(results.into_iter().map(|result| result.into_inner().expect("each sample was drawn"))).collect()
 }

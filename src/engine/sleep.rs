@@ -193,7 +193,6 @@ fn park(core: &Core, weights: &ResidentWeights) -> Result<Vec<u8>, SleepError> {
     let needed = weights.bytes();
     let mut bytes = Vec::new();
     bytes.try_reserve_exact(needed).map_err(|_| SleepError::Park { needed_bytes: needed as u64 })?;
-    bytes.resize(needed, 0);
     weights.read(&*core.parts.device, &mut bytes);
     Ok(bytes)
 }

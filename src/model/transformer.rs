@@ -57,7 +57,7 @@ impl Transformer {
     }
 
     /// Runs a step: writes the batch's keys and values into `kv` and hands the logits of each of
-    /// `batch.logit_rows`, by its index there, to `on_logits`.
+    /// `batch.logit_rows`, by its index there, to `on_logits`, on several threads at once.
     ///
     /// # Errors
     /// The device's; the slots of this batch are then unspecified, all others untouched.
@@ -68,7 +68,7 @@ impl Transformer {
         kv: &mut KvMemory,
         workspace: &mut Workspace,
         batch: &Batch,
-        on_logits: &mut dyn FnMut(usize, &[f32]),
+        on_logits: &(dyn Fn(usize, &[f32]) + Sync),
     ) -> Result<(), DeviceError> {
         let (cos, sin) = self.angles(&batch.positions);
         let angles = RopeAngles { cos: &cos, sin: &sin };
@@ -175,7 +175,7 @@ impl Transformer {
         buffers: &mut Buffers<'_>,
         batch: &Batch,
         rows_at_a_time: usize,
-        on_logits: &mut dyn FnMut(usize, &[f32]),
+        on_logits: &(dyn Fn(usize, &[f32]) + Sync),
     ) -> Result<(), DeviceError> {
         let (dim, vocab) = (self.config.hidden_size, self.config.vocab_size);
         let hidden = buffers.hidden.as_view().slice(0, batch.tokens.len() * dim);
@@ -190,9 +190,9 @@ impl Transformer {
             device.matmul(normed.as_view(), weights.head(), None, Output::Store, logits.slice(0, whole))?;
             let logits: View<'_, f32> = logits.as_view();
             device.with_host(logits, &mut |values| {
-                for (row, values) in values.chunks_exact(vocab).enumerate() {
-                    on_logits(group * rows_at_a_time + row, values);
-                }
+                device.share_out(rows.len(), &|row| {
+                    on_logits(group * rows_at_a_time + row, &values[row * vocab..][..vocab]);
+                });
             })?;
         }
         Ok(())

@@ -2,12 +2,17 @@
 
 use std::sync::Arc;
 
+use parking_lot::Mutex;
+
 use super::layout::{LayerLayout, MatrixId, Place, VectorId, WeightLayout};
 use super::{
     Manifest, Match, SourceError, TensorDigest, TensorHasher, TensorSpec, WeightSource, WeightVersion,
     WeightsDigest,
 };
 use crate::device::{Arena, Device, DeviceError, Matrix, QkNorm, Vector};
+
+/// Pieces of at least this size are digested and packed at once.
+const TOGETHER_FROM_BYTES: usize = 64 << 10;
 
 /// All weights of a model, whole and current: there is no other kind.
 #[derive(Debug)]
@@ -82,8 +87,8 @@ impl ResidentWeights {
         }
     }
 
-    /// Copies everything into host memory, in the resident layout.
-    pub(crate) fn read(&self, device: &dyn Device, out: &mut [u8]) {
+    /// Appends everything to `out`, in the resident layout.
+    pub(crate) fn read(&self, device: &dyn Device, out: &mut Vec<u8>) {
         device.read_bytes(self.arena.view(0, self.arena.committed()), out);
     }
 
@@ -154,10 +159,7 @@ pub(crate) fn transfer(
         let spec = &manifest.tensors()[index];
         let mut writer = TensorWriter::new(device, arena, layout, layout.places[index], spec);
         let mut hasher = TensorHasher::new(spec);
-        source.read(offered, &mut |chunk| {
-            hasher.update(chunk);
-            writer.write(chunk);
-        })?;
+        source.read(offered, &mut |chunk| digest_and_write(device, &mut hasher, &mut writer, chunk))?;
         writer.finish()?;
         digests[index] = Some(hasher.finish());
     }
@@ -169,6 +171,25 @@ pub(crate) fn transfer(
     source.finish()?;
     let names = manifest.tensors().iter().map(|tensor| tensor.name.as_str());
     Ok(WeightsDigest::combine(names.zip(digests)))
+}
+
+/// Digests a piece while it is packed: each takes about as long as the other.
+fn digest_and_write(
+    device: &dyn Device,
+    hasher: &mut TensorHasher,
+    writer: &mut TensorWriter<'_>,
+    chunk: &[u8],
+) {
+    if chunk.len() < TOGETHER_FROM_BYTES {
+        hasher.update(chunk);
+        writer.write(chunk);
+        return;
+    }
+    let (hasher, writer) = (Mutex::new(hasher), Mutex::new(writer));
+    device.share_out(2, &|task| match task {
+        0 => writer.lock().write(chunk),
+        _ => hasher.lock().update(chunk),
+    });
 }
 
 /// A tied head may be sent along if it is the embedding, bit for bit.
