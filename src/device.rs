@@ -46,6 +46,7 @@ pub(crate) trait Device: Send + Sync + std::fmt::Debug {
     fn write_rows(&self, dst: ViewMut<'_, u8>, shape: MatrixShape, first_row: usize, src: &[u8]);
 
     /// The inverse of [`Device::write_rows`]: unpacks whole rows, starting at `first_row`, into `out`.
+    #[cfg(test)]
     fn read_rows(&self, src: View<'_, u8>, shape: MatrixShape, first_row: usize, out: &mut [u8]);
 
     /// Copies bytes in.

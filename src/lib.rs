@@ -40,6 +40,8 @@
 //!
 //! Token ids in, token ids out: tokenisation is the caller's business.
 
+#![warn(clippy::print_stdout)]
+
 mod completion;
 mod device;
 mod engine;

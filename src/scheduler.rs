@@ -234,11 +234,13 @@ impl Scheduler {
     }
 
     /// Whether `seq` runs.
+    #[cfg(test)]
     pub(crate) fn is_running(&self, seq: SeqId) -> bool {
         self.running.contains(&seq)
     }
 
     /// Whether nothing waits, runs or is to come. Pins may exist.
+    #[cfg(test)]
     pub(crate) fn is_idle(&self) -> bool {
         self.sequences.is_empty()
     }

@@ -82,6 +82,7 @@ impl Arena {
     }
 
     /// First address; the same for the arena's life.
+    #[cfg(test)]
     pub(crate) fn address(&self) -> usize {
         self.pages.address()
     }

@@ -70,16 +70,19 @@ impl CpuDevice {
     }
 
     /// Threads that work on an operation.
+    #[cfg(test)]
     pub(crate) fn threads(&self) -> usize {
         self.pool.threads()
     }
 
     /// The instruction set in use: `avx512`, `avx2` or `portable`.
+    #[cfg(test)]
     pub(crate) fn simd_name(&self) -> &'static str {
         self.simd.name()
     }
 
     /// The memory account, also the place to inject faults.
+    #[cfg(test)]
     pub(crate) fn budget(&self) -> &Arc<Budget> {
         &self.budget
     }
@@ -103,6 +106,7 @@ impl Device for CpuDevice {
         packed::write(&self.pool, slice_mut(dst), shape, first_row, src);
     }
 
+    #[cfg(test)]
     fn read_rows(&self, src: View<'_, u8>, shape: MatrixShape, first_row: usize, out: &mut [u8]) {
         packed::read(&self.pool, slice(&src), shape, first_row, out);
     }

@@ -105,6 +105,7 @@ impl Executor {
         }
     }
 
+    #[cfg(test)]
     pub(crate) fn kv_address(&self) -> usize {
         self.kv.address()
     }

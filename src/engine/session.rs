@@ -57,7 +57,7 @@ impl<'e> Session<'e> {
             .map_err(|(_, error)| invalid(error))?;
         // From here on the turn owns the pin.
         self.pin = None;
-        let ended = self.engine.wait(&ids)?.pop().expect("one request, one end");
+        let ended = self.engine.wait(&ids)?.remove(0);
         self.pin = ended.pin;
         let completion = &ended.output.completions[0];
         if !matches!(completion.finish_reason, FinishReason::Error(_)) {

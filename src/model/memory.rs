@@ -35,6 +35,7 @@ impl KvMemory {
         self.arena.committed()
     }
 
+    #[cfg(test)]
     pub(crate) fn address(&self) -> usize {
         self.arena.address()
     }

@@ -36,8 +36,9 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Takes a sequence's blocks away; its tokens are kept and it waits at its place. Returns whether there
+    /// For tests: takes a sequence's blocks away; its tokens are kept and it waits at its place. Returns whether there
     /// was anything to take. With a step in flight, what that step computes for the sequence is void.
+    #[cfg(test)]
     pub(crate) fn preempt(&mut self, seq: SeqId) -> bool {
         let had_blocks = self.retract(seq);
         self.debug_check();
@@ -57,25 +58,6 @@ impl Scheduler {
     /// Ends a sequence in whatever state it is, as [`Scheduler::finish`] does. Costs O(log n).
     pub(crate) fn abort(&mut self, seq: SeqId) -> Option<Vec<u32>> {
         self.finish(seq)
-    }
-
-    /// Ends everything, and returns it in order of arrival in a form that can be added again, here or to
-    /// another scheduler: tokens kept, blocks given back, forks that have not come yet with their parent.
-    /// Pins stay. A step in flight computes for nobody, but is still to be completed or failed: what it fills is
-    /// indexed.
-    pub(crate) fn drain_all(&mut self) -> Vec<NewSequence> {
-        let ids: Vec<SeqId> = self.sequences.keys().copied().collect();
-        for &id in &ids {
-            self.release_kv(id);
-        }
-        self.running.clear();
-        self.waiting.clear();
-        self.claims.clear();
-        self.pending_forks.clear();
-        let drained = std::mem::take(&mut self.sequences).into_iter();
-        let drained = drained.map(|(id, sequence)| sequence.into_new(id)).collect();
-        self.debug_check();
-        drained
     }
 
     /// Forgets all cached content. Running sequences and pins keep their blocks, but nothing computed before

@@ -64,31 +64,13 @@ impl Sequence {
         }
     }
 
-    /// The inverse of [`Sequence::new`]: what is needed to add it again elsewhere.
-    pub(super) fn into_new(self, id: SeqId) -> NewSequence {
-        NewSequence {
-            id,
-            tokens: self.tokens,
-            prompt_len: self.prompt_len,
-            max_tokens: self.max_tokens,
-            salt: self.salt,
-            recompute_from: self.recompute_from,
-            forks: self.forks,
-            pinned: None,
-        }
-    }
-
     /// Prompt and generated tokens.
     pub(crate) fn tokens(&self) -> &[u32] {
         &self.tokens
     }
 
-    /// Tokens of the prompt.
-    pub(crate) fn prompt_len(&self) -> usize {
-        self.prompt_len
-    }
-
     /// Positions whose keys and values are in the blocks.
+    #[cfg(test)]
     pub(crate) fn computed(&self) -> usize {
         self.kv.computed
     }
@@ -99,13 +81,9 @@ impl Sequence {
     }
 
     /// Samples of the prompt that are still to be forked off.
+    #[cfg(test)]
     pub(crate) fn forks(&self) -> &[SeqId] {
         &self.forks
-    }
-
-    /// How often it lost its blocks to an older sequence.
-    pub(crate) fn preemptions(&self) -> u32 {
-        self.preemptions
     }
 
     /// Known tokens that are not in the KV cache; at least 1 when there is something to sample.

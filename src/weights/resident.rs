@@ -53,6 +53,7 @@ impl ResidentWeights {
         self.arena.committed()
     }
 
+    #[cfg(test)]
     pub(crate) fn address(&self) -> usize {
         self.arena.address()
     }

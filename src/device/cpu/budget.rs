@@ -24,11 +24,13 @@ impl Budget {
 
     /// Makes the `n`-th commit or adoption from now fail with [`DeviceError::OutOfMemory`] (1 is the next;
     /// 0 cancels). For the crate's fault-injection tests.
+    #[cfg(test)]
     pub(crate) fn fail_nth(&self, n: u64) {
         self.fault_in.store(n, Ordering::Relaxed);
     }
 
     /// Bytes committed now.
+    #[cfg(test)]
     pub(crate) fn committed_bytes(&self) -> u64 {
         *self.committed_bytes.lock()
     }

@@ -169,6 +169,7 @@ impl Simd {
     }
 
     /// Its name, for reports.
+    #[cfg(test)]
     pub(super) fn name(self) -> &'static str {
         match self.0 {
             #[cfg(target_arch = "x86_64")]

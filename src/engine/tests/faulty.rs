@@ -92,7 +92,7 @@ impl Device for FaultyDevice {
         self.inner.write_bytes(dst, src);
     }
 
-    fn read_bytes(&self, src: View<'_, u8>, out: &mut [u8]) {
+    fn read_bytes(&self, src: View<'_, u8>, out: &mut Vec<u8>) {
         self.may_panic();
         self.inner.read_bytes(src, out);
     }
@@ -183,6 +183,10 @@ impl Device for FaultyDevice {
     fn copy_blocks(&self, cache: KvLayerMut<'_>, copies: &[(u32, u32)]) -> Result<(), DeviceError> {
         self.operation("copy_blocks")?;
         self.inner.copy_blocks(cache, copies)
+    }
+
+    fn share_out(&self, count: usize, work: &(dyn Fn(usize) + Sync)) {
+        self.inner.share_out(count, work);
     }
 
     fn with_host(&self, view: View<'_, f32>, f: &mut dyn FnMut(&[f32])) -> Result<(), DeviceError> {

@@ -68,25 +68,6 @@ fn a_fork_takes_the_place_of_an_aborted_parent() {
 }
 
 #[test]
-fn c30_a_retracted_group_comes_back_each_sample_once_with_its_tokens() {
-    for steps in 0..8 {
-        let mut sim =
-            Sim::new(SchedulerConfig { max_num_seqs: 3, max_num_batched_tokens: 4, ..config(2, 32) });
-        sim.add(Sim::new_sequence(&PROMPT, 8), 5).unwrap();
-        for _ in 0..steps {
-            sim.step();
-        }
-        // The driver compares ids and tokens with its own books.
-        sim.drain_and_add_again();
-        sim.scheduler.clear_prefix_cache();
-        assert_eq!(sim.scheduler.stats().owned_blocks, 0);
-        sim.run_to_end();
-        assert_eq!(sim.finished.len(), 6);
-        sim.assert_all_free();
-    }
-}
-
-#[test]
 fn a_group_in_a_pool_for_one_sample_still_finishes() {
     for cache in [PrefixCache::Unlimited, PrefixCache::Off] {
         let mut sim = Sim::new(SchedulerConfig { prefix_cache: cache, ..config(4, 4) });

@@ -17,13 +17,11 @@ enum Op {
     AbortInStep(usize, bool),
     PreemptInStep(usize, bool),
     ClearInStep(bool),
-    DrainInStep(bool),
     Abort(usize),
     Preempt(usize),
     Pin(usize),
     Unpin(usize),
     Clear,
-    Drain,
 }
 
 fn recompute_from() -> impl Strategy<Value = usize> {
@@ -45,13 +43,11 @@ fn op() -> impl Strategy<Value = Op> {
         2 => any::<(usize, bool)>().prop_map(|(which, fails)| Op::AbortInStep(which, fails)),
         2 => any::<(usize, bool)>().prop_map(|(which, fails)| Op::PreemptInStep(which, fails)),
         1 => any::<bool>().prop_map(Op::ClearInStep),
-        1 => any::<bool>().prop_map(Op::DrainInStep),
         3 => any::<usize>().prop_map(Op::Abort),
         3 => any::<usize>().prop_map(Op::Preempt),
         4 => any::<usize>().prop_map(Op::Pin),
         2 => any::<usize>().prop_map(Op::Unpin),
         1 => Just(Op::Clear),
-        1 => Just(Op::Drain),
     ]
 }
 
@@ -116,7 +112,6 @@ fn apply(sim: &mut Sim, op: Op) {
             }
         }),
         Op::ClearInStep(fails) => step_with(sim, fails, |sim| sim.scheduler.clear_prefix_cache()),
-        Op::DrainInStep(fails) => step_with(sim, fails, Sim::drain_and_add_again),
         Op::Abort(which) => pick(&live, which).into_iter().for_each(|seq| sim.abort(seq)),
         Op::Preempt(which) => {
             pick(&live, which).map(|seq| sim.scheduler.preempt(seq));
@@ -134,7 +129,6 @@ fn apply(sim: &mut Sim, op: Op) {
             sim.scheduler.clear_prefix_cache();
             assert_eq!(sim.scheduler.stats().cached_blocks, 0);
         }
-        Op::Drain => sim.drain_and_add_again(),
     }
     sim.check();
 }

@@ -308,21 +308,6 @@ impl Sim {
         Some(pin)
     }
 
-    /// Drains the scheduler and adds everything again.
-    pub(super) fn drain_and_add_again(&mut self) {
-        let drained = self.scheduler.drain_all();
-        self.check();
-        assert!(self.scheduler.is_idle());
-        assert!(drained.is_sorted_by_key(|new| new.id));
-        let ids: BTreeSet<SeqId> =
-            drained.iter().flat_map(|new| new.forks.iter().chain([&new.id])).copied().collect();
-        assert_eq!(ids, self.live.keys().chain(&self.pending).copied().collect::<BTreeSet<_>>());
-        for new in drained {
-            self.enqueue(new).unwrap();
-            self.check();
-        }
-    }
-
     pub(super) fn live_ids(&self) -> Vec<SeqId> {
         self.live.keys().chain(&self.pending).copied().collect()
     }
