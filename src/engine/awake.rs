@@ -3,7 +3,7 @@
 use super::executor::{Ended, Progress};
 use super::requests::{LiveRequest, Owner, SessionTurn};
 use super::{Awake, Engine, EngineStats, GenerateError, Session, StepError, WakeReport};
-use crate::completion::{RequestId, RequestOutput};
+use crate::completion::{FinishReason, RequestId, RequestOutput};
 use crate::request::{Request, RequestError, RequestLimits, TokenId};
 use crate::weights::WeightVersion;
 
@@ -60,12 +60,16 @@ impl Engine<Awake> {
     /// values, of tokens 1 to n - 1. Bit for bit the values that generation returns for the same tokens.
     ///
     /// # Errors
-    /// As [`Engine::generate`].
+    /// As [`Engine::generate`]; [`GenerateError::Score`] if the weights give no distribution for a sequence.
     pub fn score<S: AsRef<[TokenId]>>(&self, sequences: &[S]) -> Result<Vec<Vec<f32>>, GenerateError> {
         let request = |s: &S| Request::new(s.as_ref()).max_new_tokens(0).prompt_logprobs(true);
         let requests: Vec<Request> = sequences.iter().map(request).collect();
         let outputs = self.generate(&requests)?;
-        Ok(outputs.into_iter().map(|output| output.prompt_logprobs.unwrap_or_default()).collect())
+        let scores = |(index, output): (usize, RequestOutput)| match &output.completions[0].finish_reason {
+            FinishReason::Error(source) => Err(GenerateError::Score { index, source: source.clone() }),
+            _ => Ok(output.prompt_logprobs.unwrap_or_default()),
+        };
+        outputs.into_iter().enumerate().map(scores).collect()
     }
 
     /// Queues a request for a loop of your own: [`Engine::step`] computes it and hands it out.

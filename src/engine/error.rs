@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::{Engine, State};
+use crate::completion::CompletionError;
 use crate::device::DeviceError;
 use crate::model::ConfigError;
 use crate::request::RequestError;
@@ -202,6 +203,15 @@ pub enum GenerateError {
         /// What is wrong with it.
         #[source]
         source: RequestError,
+    },
+    /// A sequence could not be scored. The engine and other calls are unaffected.
+    #[error("sequence {index}: {source}")]
+    Score {
+        /// Its place in the slice.
+        index: usize,
+        /// What went wrong with it.
+        #[source]
+        source: CompletionError,
     },
     /// A step failed. The call's requests were aborted.
     #[error(transparent)]
