@@ -40,7 +40,7 @@
 //!
 //! Token ids in, token ids out: tokenisation is the caller's business.
 
-#![warn(clippy::print_stdout)]
+#![warn(clippy::print_stdout, clippy::unwrap_used)]
 
 mod completion;
 mod device;
