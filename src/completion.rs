@@ -60,8 +60,8 @@ pub struct RequestOutput {
     pub id: Option<String>,
     /// The prompt.
     pub prompt: Vec<TokenId>,
-    /// If asked for: logprobs of the prompt's tokens from the second on; the first has none. `None` if the request
-    /// ended before all were computed.
+    /// If asked for: logprobs of the prompt's tokens from the second on; the first has none. Fewer
+    /// than that if the request ended before all were computed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prompt_logprobs: Option<Vec<f32>>,
     /// One completion for each sample, by ascending index.

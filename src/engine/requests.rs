@@ -82,14 +82,13 @@ impl LiveRequest {
         self.samples.iter().all(|sample| sample.ended)
     }
 
-    /// Makes the output; what has not ended counts as aborted. Logprobs of a prompt are all there or none.
+    /// Makes the output; what has not ended counts as aborted.
     pub(crate) fn into_output(self) -> RequestOutput {
-        let scored = self.request.params.prompt_logprobs && !self.wants_prompt_logprobs();
         RequestOutput {
             request: self.id,
             id: self.request.id,
             prompt: self.request.prompt,
-            prompt_logprobs: scored.then_some(self.prompt_logprobs),
+            prompt_logprobs: self.request.params.prompt_logprobs.then_some(self.prompt_logprobs),
             completions: self.samples.into_iter().map(|sample| sample.completion).collect(),
         }
     }
