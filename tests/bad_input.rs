@@ -1,6 +1,8 @@
 //! Promise 6: whatever a user passes wrong is a typed error that names it, never a panic, a hang or absurd
 //! memory, and those next to it are unaffected.
 
+#![allow(clippy::unwrap_used, reason = "a step of a test's setup that fails, fails the test")]
+
 mod common;
 #[path = "common/exact.rs"]
 mod exact;

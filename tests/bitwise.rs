@@ -427,7 +427,7 @@ fn b52_whole_prompts_cached() {
             let request = Request::new(prompt(len, 3)).seed(2).max_new_tokens(3).ignore_eos(true);
             let expected = model.alone(std::slice::from_ref(&request));
             let engine = model.engine(|b| b.block_size(block_size));
-            let mut run = |batch: usize| {
+            let run = |batch: usize| {
                 let outputs = generate(&engine, &vec![request.clone(); batch]);
                 let what = format!("{len} tokens, blocks of {block_size}");
                 outputs.iter().for_each(|o| assert_same(&what, std::slice::from_ref(o), &expected));
