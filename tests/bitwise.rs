@@ -427,7 +427,7 @@ fn b52_whole_prompts_cached() {
             let request = Request::new(prompt(len, 3)).seed(2).max_new_tokens(3).ignore_eos(true);
             let expected = model.alone(std::slice::from_ref(&request));
             let engine = model.engine(|b| b.block_size(block_size));
-            let mut run = |batch: usize| {
+            let run = |batch: usize| {
                 let outputs = generate(&engine, &vec![request.clone(); batch]);
                 let what = format!("{len} tokens, blocks of {block_size}");
                 outputs.iter().for_each(|o| assert_same(&what, std::slice::from_ref(o), &expected));
@@ -513,5 +513,34 @@ fn resume_at_every_token() {
         assert_eq!(partial.completions[0].tokens, expected.completions[0].tokens[..cut]);
         let output = generate(&engine, &[request.resume(&partial).unwrap()]).remove(0);
         assert_same(&format!("cut at {cut}"), &[output], std::slice::from_ref(&expected));
+    }
+}
+
+/// Outputs of which all, some or no samples had ended, resumed: the prompt's logprobs are computed again.
+#[test]
+fn resumed_prompt_logprobs() {
+    let model = Model::tiny(false, DType::F32);
+    let request = Request::new(prompt(11, 4))
+        .samples(3)
+        .seed(1)
+        .prompt_logprobs(true)
+        .stop_token_ids((1..25).collect::<Vec<_>>())
+        .max_new_tokens(12);
+    let expected = model.alone(std::slice::from_ref(&request));
+    assert_eq!(expected[0].prompt_logprobs.as_ref().map(Vec::len), Some(10));
+    let engine = model.engine(|b| b.max_num_batched_tokens(3));
+    for steps in 0.. {
+        engine.submit(request.clone()).unwrap();
+        let mut outputs = Vec::new();
+        (0..steps).for_each(|_| outputs.extend(engine.step().unwrap().outputs));
+        let ended = !outputs.is_empty();
+        outputs.extend(engine.abort_all().outputs);
+        let resumed = request.resume(&outputs[0]).unwrap();
+        let again = generate(&engine, &[resumed]);
+        assert_same(&format!("after {steps} steps"), &again, &expected);
+        assert_eq!(engine.stats().blocks_owned, 0);
+        if ended {
+            break;
+        }
     }
 }

@@ -132,7 +132,12 @@ impl Executor {
 
     /// Queues a request. Samples that carry no tokens yet share one prefill as forks of the first.
     pub(crate) fn start(&mut self, mut request: LiveRequest) {
-        let open: Vec<usize> = (0..request.samples.len()).filter(|&i| !request.samples[i].ended).collect();
+        let mut open: Vec<usize> =
+            (0..request.samples.len()).filter(|&i| !request.samples[i].ended).collect();
+        if open.is_empty() && request.wants_prompt_logprobs() {
+            // All samples are carried whole, but the prompt is still to be scored.
+            open.push(0);
+        }
         let ids: Vec<SeqId> = open.iter().map(|_| self.next_seq_id()).collect();
         for (&sample, &seq) in open.iter().zip(&ids) {
             request.samples[sample].seq = Some(seq);
@@ -402,12 +407,14 @@ impl Executor {
         if let Some(turn) = &mut request.session {
             turn.pinned = None;
         }
-        for sample in request.samples.iter_mut().filter(|sample| !sample.ended) {
+        for sample in &mut request.samples {
             if let Some(seq) = sample.seq.take() {
                 self.sequences.remove(&seq);
                 self.scheduler.abort(seq);
             }
-            sample.end(reason.clone());
+            if !sample.ended {
+                sample.end(reason.clone());
+            }
         }
         self.close_if_ended(id);
     }
@@ -472,7 +479,10 @@ fn new_sequence(
     scores: bool,
 ) -> NewSequence {
     let prompt_len = request.prompt().len();
-    let tokens = [request.prompt(), &request.samples[sample].completion.tokens].concat();
+    // The sequence of a sample that has ended only scores the prompt.
+    let carried = &request.samples[sample];
+    let carried = if carried.ended { &[] } else { carried.completion.tokens.as_slice() };
+    let tokens = [request.prompt(), carried].concat();
     NewSequence {
         id: seq,
         tokens,
@@ -494,7 +504,7 @@ fn sample_next(
     device: &dyn Device,
     scratches: &Mutex<Vec<SamplerScratch>>,
 ) -> Vec<(usize, Result<Sampled, SampleError>)> {
-    if request.request.params.max_new_tokens == 0 {
+    if request.request.params.max_new_tokens == 0 || request.samples[sample].ended {
         return Vec::new();
     }
     let all_start = sample == 0 && request.samples.iter().all(|s| !s.ended && s.completion.tokens.is_empty());

@@ -1,5 +1,7 @@
 //! Everything of an output that must be the same bits between any two runs, in a form that shows what differs.
 
+#![allow(dead_code, reason = "each test binary uses a part")]
+
 use dormouse::{Completion, FinishReason, RequestOutput, TokenId};
 
 /// All numbers of a sample, as bits.
