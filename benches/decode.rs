@@ -75,6 +75,11 @@ impl Options {
         if self.short { short } else { full }
     }
 
+    /// GB/s at which all threads read memory now.
+    fn read_limit(&self) -> f64 {
+        machine::read_limit(self.threads, self.times(1 << 30, 512 << 20), self.times(7, 3))
+    }
+
     fn engine(&self) -> Outcome<Engine<Awake>> {
         let engine = Engine::builder(&self.model)
             .threads(self.threads)
@@ -108,7 +113,7 @@ fn main() -> Outcome {
     let options = Options::parse(std::env::args().skip(1))?;
     let begin = Instant::now();
     let mut report = Report::new(&options);
-    let limit = machine::read_limit(options.threads, options.times(1 << 30, 512 << 20), options.times(7, 3));
+    let limit = options.read_limit();
     report.set_limit(limit);
     report.print_head();
 

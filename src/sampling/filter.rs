@@ -123,25 +123,23 @@ fn cut_at_mass(
     scaled: impl Fn(f32) -> f32,
     scratch: &mut SamplerScratch,
 ) -> Cut {
-    let interval = |logit: f32| ((-scaled(logit) * INTERVALS_PER_UNIT) as usize).min(INTERVALS - 1);
     let SamplerScratch { weights, histogram, keys, .. } = scratch;
     histogram.clear();
     histogram.resize(INTERVALS, 0);
-    for (token, (&logit, &weight)) in logits.iter().zip(weights.iter()).enumerate() {
-        if weight > 0 && cut.keeps(token, logit) {
-            histogram[interval(logit)] += weight;
-        }
-    }
+    for_each_interval(logits, &scaled, |token, interval| {
+        histogram[interval] += if cut.keeps(token, logits[token]) { weights[token] } else { 0 };
+    });
     let total: u64 = histogram.iter().sum();
     let wanted = (f64::from(top_p) * total as f64).ceil() as u64;
     let mut mass = 0;
     for (at, weight) in histogram.iter().enumerate() {
         if mass + weight >= wanted {
             keys.clear();
-            let candidates = logits.iter().enumerate().filter(|&(token, &logit)| {
-                weights[token] > 0 && interval(logit) == at && cut.keeps(token, logit)
+            for_each_interval(logits, &scaled, |token, interval| {
+                if interval == at && weights[token] > 0 && cut.keeps(token, logits[token]) {
+                    keys.push(key(token, logits[token]));
+                }
             });
-            keys.extend(candidates.map(|(token, &logit)| key(token, logit)));
             keys.sort_unstable();
             for &key in keys.iter() {
                 mass += weights[key_token(key) as usize];
@@ -154,6 +152,23 @@ fn cut_at_mass(
     }
     // Not reached: `wanted` is at most the total.
     cut
+}
+
+/// Calls `f` with each token and the interval of its logit, which are computed 64 at a time so that they
+/// vectorise.
+fn for_each_interval(logits: &[f32], scaled: impl Fn(f32) -> f32, mut f: impl FnMut(usize, usize)) {
+    const BLOCK: usize = 64;
+    const LAST: f32 = (INTERVALS - 1) as f32;
+    let mut intervals = [0_i32; BLOCK];
+    for (block, logits) in logits.chunks(BLOCK).enumerate() {
+        for (interval, &logit) in intervals.iter_mut().zip(logits) {
+            let at = -scaled(logit) * INTERVALS_PER_UNIT;
+            *interval = if at < LAST { at } else { LAST } as i32;
+        }
+        for (at, &interval) in intervals[..logits.len()].iter().enumerate() {
+            f(block * BLOCK + at, interval as usize);
+        }
+    }
 }
 
 /// Sets the weights of tokens after the cut to 0 and gives the sum of the others.
