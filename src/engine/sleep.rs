@@ -89,34 +89,35 @@ impl Engine<Awake> {
     /// [`SleepError`], with the engine awake and serving.
     pub fn sleep(self, options: SleepOptions) -> Result<Engine<Sleeping<Kept>>, Failed<Awake, SleepError>> {
         let _span = info_span!("sleep", weights = ?options.weights, in_flight = ?options.in_flight).entered();
-        let begin = Instant::now();
-        // The one step that can fail for want of memory comes before anything is undone.
+        // What can fail for want of memory comes before anything is undone. The copy itself waits until the
+        // requests are settled and the KV cache is gone: its pages are touched by then only.
         let parked = match options.weights {
             KeepWeights::Resident => None,
-            KeepWeights::Parked => match park(&self.core, &self.state.weights) {
+            KeepWeights::Parked => match reserve_host(&self.state.weights) {
                 Ok(bytes) => Some(bytes),
                 Err(error) => return Err(Failed::new(self, error)),
             },
         };
-        let park_time = begin.elapsed();
-        let (engine, parts) = self.fall_asleep(options.in_flight)?;
+        let (core, parts) = self.fall_asleep(options.in_flight)?;
         let FellAsleep { weights, reservations, carried, mut report } = parts;
-        let begin = Instant::now();
         let kept = match parked {
             None => KeptWeights::Resident(weights),
             Some(bytes) => {
+                let begin = Instant::now();
+                let bytes = park(&core, &weights, bytes);
+                report.park = begin.elapsed();
+                let begin = Instant::now();
                 let version = weights.version();
                 let (reserved, freed) = weights.release();
                 report.freed.weights_bytes = freed as u64;
                 report.parked_bytes = bytes.len() as u64;
+                report.free += begin.elapsed();
                 KeptWeights::Parked { bytes, reserved, version }
             }
         };
-        report.park = park_time;
-        report.free += begin.elapsed();
         tracing::info!(?report, "asleep");
         let state = Sleeping { weights: Kept(kept), reservations, carried, report };
-        Ok(Engine { core: engine, state })
+        Ok(Engine { core, state })
     }
 
     /// Goes to sleep and discards the weights: only a complete load leads on. When this returns, the memory
@@ -188,14 +189,19 @@ struct FellAsleep {
     report: SleepReport,
 }
 
-/// Copies the weights into host memory.
-fn park(core: &Core, weights: &ResidentWeights) -> Result<Vec<u8>, SleepError> {
+/// Reserves host memory for a copy of the weights; nothing is touched yet.
+fn reserve_host(weights: &ResidentWeights) -> Result<Vec<u8>, SleepError> {
     let needed = weights.bytes();
     let mut bytes = Vec::new();
     bytes.try_reserve_exact(needed).map_err(|_| SleepError::Park { needed_bytes: needed as u64 })?;
-    bytes.resize(needed, 0);
-    weights.read(&*core.parts.device, &mut bytes);
     Ok(bytes)
+}
+
+/// Copies the weights into the host memory reserved for them.
+fn park(core: &Core, weights: &ResidentWeights, mut bytes: Vec<u8>) -> Vec<u8> {
+    bytes.resize(weights.bytes(), 0);
+    weights.read(&*core.parts.device, &mut bytes);
+    bytes
 }
 
 /// Ends, drains or marks as retracted every request in flight. On an error nothing was ended that had not

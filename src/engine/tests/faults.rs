@@ -299,6 +299,9 @@ fn a_step_that_panics_poisons_the_engine_and_dropping_it_is_clean() {
         }
         let error = engine.generate(&requests()).expect_err("the engine is poisoned");
         assert!(matches!(error, GenerateError::Step(StepError::Poisoned)), "{error}");
+        // It still answers, and ends what was in flight.
+        assert_eq!(engine.stats().live_requests, 1);
+        assert_eq!(engine.abort_all().outputs.len(), 1, "panic {n}");
         drop(engine);
         assert_eq!((Arc::strong_count(&device), device.budget().committed_bytes()), (1, 0), "panic {n}");
     }
