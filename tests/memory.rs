@@ -97,14 +97,14 @@ fn panics_and_drops_leave_nothing() {
     assert_eq!(handles(), before, "descriptors, threads, mappings");
 }
 
-/// A model of about 40 MiB in bf16.
-fn large_config() -> ModelConfig {
-    ModelConfig::from_json(
-        r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
-        "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
+/// A model of about 5 MiB a layer in bf16.
+fn large_config(layers: usize) -> ModelConfig {
+    ModelConfig::from_json(&format!(
+        r#"{{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+        "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": {layers}, "num_attention_heads": 8,
         "num_key_value_heads": 4, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "vocab_size": 512, "hidden_act": "silu", "eos_token_id": 0, "tie_word_embeddings": false}"#,
-    )
+        "vocab_size": 512, "hidden_act": "silu", "eos_token_id": 0, "tie_word_embeddings": false}}"#,
+    ))
     .expect("a valid configuration")
 }
 
@@ -125,8 +125,9 @@ impl WeightSource for Generated {
 }
 
 /// C19, B61: what a report says was freed is back with the system.
-fn sleep_gives_the_memory_back() {
-    let builder = || EngineBuilder::from_config(large_config()).kv_cache(KvCapacity::Tokens(512)).threads(1);
+fn sleep_gives_the_memory_back(layers: usize) {
+    let builder =
+        || EngineBuilder::from_config(large_config(layers)).kv_cache(KvCapacity::Tokens(512)).threads(1);
     let source = |specs: &[TensorSpec]| Generated(specs.to_vec());
     let before = resident();
     let asleep = builder().build_asleep().unwrap();
@@ -136,7 +137,10 @@ fn sleep_gives_the_memory_back() {
     engine.generate(std::slice::from_ref(&request)).unwrap();
     let serving = resident();
     let weights = engine.memory().weights_bytes as i64;
-    assert!(weights > 30 * MIB && serving - before > weights, "{weights} bytes of weights are resident");
+    assert!(
+        weights > 4 * MIB * layers as i64 && serving - before > weights,
+        "{weights} bytes of weights are resident"
+    );
     for round in 0..3 {
         let asleep = engine.sleep_discarding(SleepOptions::default()).unwrap();
         let left = resident() - before;
@@ -195,7 +199,10 @@ fn smollm2() {
 fn c19_c26_b61_b62_b63_memory_is_flat_and_really_goes() {
     cycles_are_flat();
     panics_and_drops_leave_nothing();
-    sleep_gives_the_memory_back();
+    // Sizes around what an allocator keeps for itself.
+    for layers in [1, 3, 4, 8] {
+        sleep_gives_the_memory_back(layers);
+    }
     a_load_from_files_keeps_no_file();
     smollm2();
 }
