@@ -46,20 +46,20 @@ fn cycle(engine: Engine<Awake>, kind: usize, weights: &[Weights; 2]) -> Engine<A
     .unwrap()
 }
 
-/// C26, B62: 200 cycles of every kind.
+/// C26, B62: 100 cycles of every kind.
 fn cycles_are_flat() {
     let weights = [1, 2].map(|seed| tiny_weights(false, DType::F32, seed));
     let mut engine = awake(tiny_builder(false, DType::F32).threads(3), &weights[0]);
     let (mut first, mut before) = (0, [0; 3]);
-    for kind in 0..200 {
+    for kind in 0..100 {
         run(&engine);
         engine = cycle(engine, kind, &weights);
-        if kind == 50 {
+        if kind == 30 {
             (first, before) = (resident(), handles());
         }
     }
     let grown = resident() - first;
-    assert!(grown < MIB, "150 cycles grew by {grown} bytes");
+    assert!(grown < MIB, "70 cycles grew by {grown} bytes");
     assert_eq!(handles(), before, "descriptors, threads, mappings");
 }
 
@@ -133,7 +133,7 @@ fn sleep_gives_the_memory_back(layers: usize) {
     let asleep = builder().build_asleep().unwrap();
     let specs = asleep.expected_weights().tensors().to_vec();
     let mut engine = asleep.load_weights(source(&specs)).unwrap().wake_up().unwrap();
-    let request = Request::new(prompt(400, 1)).max_new_tokens(4).ignore_eos(true);
+    let request = Request::new(prompt(100, 1)).max_new_tokens(2).ignore_eos(true);
     engine.generate(std::slice::from_ref(&request)).unwrap();
     let serving = resident();
     let weights = engine.memory().weights_bytes as i64;
@@ -200,7 +200,7 @@ fn c19_c26_b61_b62_b63_memory_is_flat_and_really_goes() {
     cycles_are_flat();
     panics_and_drops_leave_nothing();
     // Sizes around what an allocator keeps for itself.
-    for layers in [1, 3, 4, 8] {
+    for layers in [1, 8] {
         sleep_gives_the_memory_back(layers);
     }
     a_load_from_files_keeps_no_file();

@@ -11,6 +11,7 @@ mod attention;
 mod budget;
 mod chain;
 mod host;
+mod host_buffer;
 mod kv;
 mod math;
 mod matmul;
@@ -25,6 +26,7 @@ mod tests;
 use std::sync::Arc;
 
 pub(crate) use budget::Budget;
+pub(crate) use host_buffer::HostBuffer;
 pub(crate) use math::log_sum_exp;
 pub use simd::SimdPath;
 

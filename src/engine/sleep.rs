@@ -10,6 +10,7 @@ use super::serving::{Serving, Shared};
 use super::state::{Awake, Carried, Discarded, Kept, KeptWeights, Reservations, Sleeping};
 use super::{Engine, Failed, Retention, SleepError};
 use crate::completion::RequestOutput;
+use crate::device::cpu::HostBuffer;
 use crate::weights::ResidentWeights;
 
 /// Where kept weights are while the engine sleeps.
@@ -190,17 +191,14 @@ struct FellAsleep {
 }
 
 /// Reserves host memory for a copy of the weights; nothing is touched yet.
-fn reserve_host(weights: &ResidentWeights) -> Result<Vec<u8>, SleepError> {
+fn reserve_host(weights: &ResidentWeights) -> Result<HostBuffer, SleepError> {
     let needed = weights.bytes();
-    let mut bytes = Vec::new();
-    bytes.try_reserve_exact(needed).map_err(|_| SleepError::Park { needed_bytes: needed as u64 })?;
-    Ok(bytes)
+    HostBuffer::new("parked weights", needed).map_err(|_| SleepError::Park { needed_bytes: needed as u64 })
 }
 
 /// Copies the weights into the host memory reserved for them.
-fn park(core: &Core, weights: &ResidentWeights, mut bytes: Vec<u8>) -> Vec<u8> {
-    bytes.resize(weights.bytes(), 0);
-    weights.read(&*core.parts.device, &mut bytes);
+fn park(core: &Core, weights: &ResidentWeights, mut bytes: HostBuffer) -> HostBuffer {
+    weights.read(&*core.parts.device, bytes.as_mut_slice());
     bytes
 }
 
