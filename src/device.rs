@@ -52,8 +52,8 @@ pub(crate) trait Device: Send + Sync + std::fmt::Debug {
     /// Copies bytes in.
     fn write_bytes(&self, dst: ViewMut<'_, u8>, src: &[u8]);
 
-    /// Appends the bytes to `out`.
-    fn read_bytes(&self, src: View<'_, u8>, out: &mut Vec<u8>);
+    /// Copies bytes out.
+    fn read_bytes(&self, src: View<'_, u8>, out: &mut [u8]);
 
     /// `out[i] = table[tokens[i]]`, `out`: `[tokens.len(), table.cols]`.
     fn embed(&self, table: Matrix<'_>, tokens: &[u32], out: ViewMut<'_, f32>) -> Result<(), DeviceError>;

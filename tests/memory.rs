@@ -46,20 +46,20 @@ fn cycle(engine: Engine<Awake>, kind: usize, weights: &[Weights; 2]) -> Engine<A
     .unwrap()
 }
 
-/// C26, B62: 200 cycles of every kind.
+/// C26, B62: 100 cycles of every kind.
 fn cycles_are_flat() {
     let weights = [1, 2].map(|seed| tiny_weights(false, DType::F32, seed));
     let mut engine = awake(tiny_builder(false, DType::F32).threads(3), &weights[0]);
     let (mut first, mut before) = (0, [0; 3]);
-    for kind in 0..200 {
+    for kind in 0..100 {
         run(&engine);
         engine = cycle(engine, kind, &weights);
-        if kind == 50 {
+        if kind == 30 {
             (first, before) = (resident(), handles());
         }
     }
     let grown = resident() - first;
-    assert!(grown < MIB, "150 cycles grew by {grown} bytes");
+    assert!(grown < MIB, "70 cycles grew by {grown} bytes");
     assert_eq!(handles(), before, "descriptors, threads, mappings");
 }
 
@@ -97,14 +97,14 @@ fn panics_and_drops_leave_nothing() {
     assert_eq!(handles(), before, "descriptors, threads, mappings");
 }
 
-/// A model of about 40 MiB in bf16.
-fn large_config() -> ModelConfig {
-    ModelConfig::from_json(
-        r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
-        "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
+/// A model of about 5 MiB a layer in bf16.
+fn large_config(layers: usize) -> ModelConfig {
+    ModelConfig::from_json(&format!(
+        r#"{{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+        "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": {layers}, "num_attention_heads": 8,
         "num_key_value_heads": 4, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "vocab_size": 512, "hidden_act": "silu", "eos_token_id": 0, "tie_word_embeddings": false}"#,
-    )
+        "vocab_size": 512, "hidden_act": "silu", "eos_token_id": 0, "tie_word_embeddings": false}}"#,
+    ))
     .expect("a valid configuration")
 }
 
@@ -125,18 +125,22 @@ impl WeightSource for Generated {
 }
 
 /// C19, B61: what a report says was freed is back with the system.
-fn sleep_gives_the_memory_back() {
-    let builder = || EngineBuilder::from_config(large_config()).kv_cache(KvCapacity::Tokens(512)).threads(1);
+fn sleep_gives_the_memory_back(layers: usize) {
+    let builder =
+        || EngineBuilder::from_config(large_config(layers)).kv_cache(KvCapacity::Tokens(512)).threads(1);
     let source = |specs: &[TensorSpec]| Generated(specs.to_vec());
     let before = resident();
     let asleep = builder().build_asleep().unwrap();
     let specs = asleep.expected_weights().tensors().to_vec();
     let mut engine = asleep.load_weights(source(&specs)).unwrap().wake_up().unwrap();
-    let request = Request::new(prompt(400, 1)).max_new_tokens(4).ignore_eos(true);
+    let request = Request::new(prompt(100, 1)).max_new_tokens(2).ignore_eos(true);
     engine.generate(std::slice::from_ref(&request)).unwrap();
     let serving = resident();
     let weights = engine.memory().weights_bytes as i64;
-    assert!(weights > 30 * MIB && serving - before > weights, "{weights} bytes of weights are resident");
+    assert!(
+        weights > 4 * MIB * layers as i64 && serving - before > weights,
+        "{weights} bytes of weights are resident"
+    );
     for round in 0..3 {
         let asleep = engine.sleep_discarding(SleepOptions::default()).unwrap();
         let left = resident() - before;
@@ -195,7 +199,10 @@ fn smollm2() {
 fn c19_c26_b61_b62_b63_memory_is_flat_and_really_goes() {
     cycles_are_flat();
     panics_and_drops_leave_nothing();
-    sleep_gives_the_memory_back();
+    // Sizes around what an allocator keeps for itself.
+    for layers in [1, 8] {
+        sleep_gives_the_memory_back(layers);
+    }
     a_load_from_files_keeps_no_file();
     smollm2();
 }

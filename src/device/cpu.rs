@@ -11,6 +11,7 @@ mod attention;
 mod budget;
 mod chain;
 mod host;
+mod host_buffer;
 mod kv;
 mod math;
 mod matmul;
@@ -25,6 +26,7 @@ mod tests;
 use std::sync::Arc;
 
 pub(crate) use budget::Budget;
+pub(crate) use host_buffer::HostBuffer;
 pub(crate) use math::log_sum_exp;
 pub use simd::SimdPath;
 
@@ -69,12 +71,6 @@ impl CpuDevice {
         })
     }
 
-    /// Threads that work on an operation.
-    #[cfg(test)]
-    pub(crate) fn threads(&self) -> usize {
-        self.pool.threads()
-    }
-
     /// The instruction set in use: `avx512`, `avx2` or `portable`.
     #[cfg(test)]
     pub(crate) fn simd_name(&self) -> &'static str {
@@ -115,8 +111,8 @@ impl Device for CpuDevice {
         host::copy(&self.pool, src, slice_mut(dst));
     }
 
-    fn read_bytes(&self, src: View<'_, u8>, out: &mut Vec<u8>) {
-        host::append(&self.pool, slice(&src), out);
+    fn read_bytes(&self, src: View<'_, u8>, out: &mut [u8]) {
+        host::copy(&self.pool, slice(&src), out);
     }
 
     fn embed(&self, table: Matrix<'_>, tokens: &[u32], out: ViewMut<'_, f32>) -> Result<(), DeviceError> {

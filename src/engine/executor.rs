@@ -184,11 +184,15 @@ impl Executor {
 
     /// Ends these requests with what they have; returns those that were live.
     pub(crate) fn abort(&mut self, ids: &[RequestId]) -> Vec<RequestId> {
-        let live: Vec<RequestId> = ids.iter().copied().filter(|id| self.requests.contains_key(id)).collect();
-        for &id in &live {
-            self.end_request(id, FinishReason::Abort);
+        let mut aborted = Vec::new();
+        for &id in ids {
+            // Looked up one by one: an id that is listed twice ends once.
+            if self.requests.contains_key(&id) {
+                self.end_request(id, FinishReason::Abort);
+                aborted.push(id);
+            }
         }
-        live
+        aborted
     }
 
     /// Runs one step: at most `max_num_batched_tokens` tokens of the running sequences.

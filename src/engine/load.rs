@@ -68,7 +68,7 @@ impl Engine<Sleeping<Kept>> {
                     let state = Sleeping { weights: kept, reservations, carried, report: slept };
                     return Err(Failed::new(Engine { core, state }, error.into()));
                 }
-                core.parts.device.write_bytes(reserved.view_mut(0, bytes.len()), &bytes);
+                core.parts.device.write_bytes(reserved.view_mut(0, bytes.len()), bytes.as_slice());
                 let layout = core.parts.layout.clone();
                 (ResidentWeights::new(reserved, layout, version), bytes.len() as u64)
             }

@@ -10,6 +10,7 @@ use super::serving::{Serving, Shared};
 use super::state::{Awake, Carried, Discarded, Kept, KeptWeights, Reservations, Sleeping};
 use super::{Engine, Failed, Retention, SleepError};
 use crate::completion::RequestOutput;
+use crate::device::cpu::HostBuffer;
 use crate::weights::ResidentWeights;
 
 /// Where kept weights are while the engine sleeps.
@@ -89,34 +90,35 @@ impl Engine<Awake> {
     /// [`SleepError`], with the engine awake and serving.
     pub fn sleep(self, options: SleepOptions) -> Result<Engine<Sleeping<Kept>>, Failed<Awake, SleepError>> {
         let _span = info_span!("sleep", weights = ?options.weights, in_flight = ?options.in_flight).entered();
-        let begin = Instant::now();
-        // The one step that can fail for want of memory comes before anything is undone.
+        // What can fail for want of memory comes before anything is undone. The copy itself waits until the
+        // requests are settled and the KV cache is gone: its pages are touched by then only.
         let parked = match options.weights {
             KeepWeights::Resident => None,
-            KeepWeights::Parked => match park(&self.core, &self.state.weights) {
+            KeepWeights::Parked => match reserve_host(&self.state.weights) {
                 Ok(bytes) => Some(bytes),
                 Err(error) => return Err(Failed::new(self, error)),
             },
         };
-        let park_time = begin.elapsed();
-        let (engine, parts) = self.fall_asleep(options.in_flight)?;
+        let (core, parts) = self.fall_asleep(options.in_flight)?;
         let FellAsleep { weights, reservations, carried, mut report } = parts;
-        let begin = Instant::now();
         let kept = match parked {
             None => KeptWeights::Resident(weights),
             Some(bytes) => {
+                let begin = Instant::now();
+                let bytes = park(&core, &weights, bytes);
+                report.park = begin.elapsed();
+                let begin = Instant::now();
                 let version = weights.version();
                 let (reserved, freed) = weights.release();
                 report.freed.weights_bytes = freed as u64;
                 report.parked_bytes = bytes.len() as u64;
+                report.free += begin.elapsed();
                 KeptWeights::Parked { bytes, reserved, version }
             }
         };
-        report.park = park_time;
-        report.free += begin.elapsed();
         tracing::info!(?report, "asleep");
         let state = Sleeping { weights: Kept(kept), reservations, carried, report };
-        Ok(Engine { core: engine, state })
+        Ok(Engine { core, state })
     }
 
     /// Goes to sleep and discards the weights: only a complete load leads on. When this returns, the memory
@@ -188,13 +190,16 @@ struct FellAsleep {
     report: SleepReport,
 }
 
-/// Copies the weights into host memory.
-fn park(core: &Core, weights: &ResidentWeights) -> Result<Vec<u8>, SleepError> {
+/// Reserves host memory for a copy of the weights; nothing is touched yet.
+fn reserve_host(weights: &ResidentWeights) -> Result<HostBuffer, SleepError> {
     let needed = weights.bytes();
-    let mut bytes = Vec::new();
-    bytes.try_reserve_exact(needed).map_err(|_| SleepError::Park { needed_bytes: needed as u64 })?;
-    weights.read(&*core.parts.device, &mut bytes);
-    Ok(bytes)
+    HostBuffer::new("parked weights", needed).map_err(|_| SleepError::Park { needed_bytes: needed as u64 })
+}
+
+/// Copies the weights into the host memory reserved for them.
+fn park(core: &Core, weights: &ResidentWeights, mut bytes: HostBuffer) -> HostBuffer {
+    weights.read(&*core.parts.device, bytes.as_mut_slice());
+    bytes
 }
 
 /// Ends, drains or marks as retracted every request in flight. On an error nothing was ended that had not

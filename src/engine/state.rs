@@ -7,6 +7,7 @@ use super::requests::LiveRequest;
 use super::serving::Shared;
 use crate::completion::RequestOutput;
 use crate::device::Arena;
+use crate::device::cpu::HostBuffer;
 use crate::weights::{ResidentWeights, WeightVersion};
 
 /// What makes a state or a retention, out of other crates' reach.
@@ -93,7 +94,7 @@ pub(crate) enum KeptWeights {
     /// Where they were.
     Resident(ResidentWeights),
     /// Copied to host memory, the device's memory given back.
-    Parked { bytes: Vec<u8>, reserved: Arena, version: WeightVersion },
+    Parked { bytes: HostBuffer, reserved: Arena, version: WeightVersion },
 }
 
 impl KeptWeights {

@@ -88,8 +88,8 @@ impl ResidentWeights {
         }
     }
 
-    /// Appends everything to `out`, in the resident layout.
-    pub(crate) fn read(&self, device: &dyn Device, out: &mut Vec<u8>) {
+    /// Copies everything into host memory, in the resident layout.
+    pub(crate) fn read(&self, device: &dyn Device, out: &mut [u8]) {
         device.read_bytes(self.arena.view(0, self.arena.committed()), out);
     }
 

@@ -2,7 +2,6 @@
 #![allow(unsafe_code, reason = "views of arenas become slices; threads share one output")]
 
 use std::marker::PhantomData;
-use std::mem::MaybeUninit;
 
 use super::pool::Pool;
 use crate::device::arena::Element;
@@ -57,24 +56,6 @@ pub(super) fn copy(pool: &Pool, from: &[u8], to: &mut [u8]) {
         // SAFETY: each task is another part.
         unsafe { to.part(task * COPY_BYTES, from.len()) }.copy_from_slice(from);
     });
-}
-
-/// Appends on several threads if that pays.
-pub(super) fn append(pool: &Pool, from: &[u8], to: &mut Vec<u8>) {
-    to.reserve(from.len());
-    let new: SharedMut<'_, MaybeUninit<u8>> = SharedMut::new(&mut to.spare_capacity_mut()[..from.len()]);
-    pool.for_each(from.len().div_ceil(COPY_BYTES), &|task| {
-        let from = &from[task * COPY_BYTES..from.len().min((task + 1) * COPY_BYTES)];
-        // SAFETY: each task is another part.
-        let new = unsafe { new.part(task * COPY_BYTES, from.len()) };
-        for (new, &byte) in new.iter_mut().zip(from) {
-            new.write(byte);
-        }
-    });
-    let len = to.len() + from.len();
-    // SAFETY: the tasks have written all of the spare capacity's first `from.len()` bytes (a panic in one
-    // would have been raised by `for_each`).
-    unsafe { to.set_len(len) };
 }
 
 /// An exclusive slice of which several threads write disjoint parts.

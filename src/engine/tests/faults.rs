@@ -262,6 +262,19 @@ fn c13_a_drain_whose_step_fails_is_refused_and_all_go_on() {
 }
 
 #[test]
+fn a_refused_sleep_copies_no_weights() {
+    let device = FaultyDevice::new();
+    let engine = awake_on(device.clone(), 1);
+    engine.submit(requests().remove(0)).unwrap();
+    // The first copy or operation would panic.
+    device.panic_nth(1);
+    let (engine, error) = engine.sleep(SleepOptions::default()).unwrap_err().into_parts();
+    assert!(matches!(error, SleepError::InFlight { live_requests: 1 }), "{error}");
+    device.panic_nth(0);
+    assert_eq!(bits(&finish(&engine))[0], fresh(1)[0]);
+}
+
+#[test]
 fn a_session_survives_a_failed_turn_and_pins_nothing_it_lost() {
     let device = FaultyDevice::new();
     let engine = awake_on(device.clone(), 1);
@@ -299,6 +312,9 @@ fn a_step_that_panics_poisons_the_engine_and_dropping_it_is_clean() {
         }
         let error = engine.generate(&requests()).expect_err("the engine is poisoned");
         assert!(matches!(error, GenerateError::Step(StepError::Poisoned)), "{error}");
+        // It still answers, and ends what was in flight.
+        assert_eq!(engine.stats().live_requests, 1);
+        assert_eq!(engine.abort_all().outputs.len(), 1, "panic {n}");
         drop(engine);
         assert_eq!((Arc::strong_count(&device), device.budget().committed_bytes()), (1, 0), "panic {n}");
     }

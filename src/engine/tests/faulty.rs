@@ -92,7 +92,7 @@ impl Device for FaultyDevice {
         self.inner.write_bytes(dst, src);
     }
 
-    fn read_bytes(&self, src: View<'_, u8>, out: &mut Vec<u8>) {
+    fn read_bytes(&self, src: View<'_, u8>, out: &mut [u8]) {
         self.may_panic();
         self.inner.read_bytes(src, out);
     }

@@ -17,9 +17,9 @@ fn fill(device: &CpuDevice, arena: &mut Arena, byte: u8) {
 }
 
 fn all(device: &CpuDevice, arena: &Arena, byte: u8) -> bool {
-    let mut bytes = vec![byte];
-    device.read_bytes(arena.view(0, arena.committed()), &mut bytes);
-    bytes.len() == 1 + arena.committed() && bytes.iter().all(|&b| b == byte)
+    let mut bytes = vec![!byte; arena.committed()];
+    device.read_bytes(arena.view(0, bytes.len()), &mut bytes);
+    bytes.iter().all(|&b| b == byte)
 }
 
 /// Bytes behind an arena that are resident, from the kernel's own account of each mapping.

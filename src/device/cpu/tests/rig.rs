@@ -38,10 +38,6 @@ impl Noise {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    pub(super) fn below(&mut self, end: usize) -> usize {
-        (self.next_u64() % end as u64) as usize
-    }
-
     /// In -1..1.
     pub(super) fn f32(&mut self) -> f32 {
         (self.next_u64() >> 40) as f32 / (1 << 23) as f32 - 1.0
