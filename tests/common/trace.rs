@@ -1,4 +1,5 @@
 //! Records what `tracing` is told.
+#![allow(unreachable_pub, reason = "shared by path")]
 
 use std::collections::HashMap;
 use std::fmt::Debug;
