@@ -326,7 +326,6 @@ fn c27_files_that_change_while_they_are_read_are_never_a_mix() {
         for reads_left in [1, 10] {
             save_checkpoint(directory.path(), &w0);
             let asleep = engine(&w0).sleep(SleepOptions::default().resident()).unwrap();
-            let mut meddle = meddle;
             let meddle: &mut dyn FnMut() = &mut || meddle();
             match asleep.load_weights(Meddler { inner: Checkpoint::at(directory.path()), reads_left, meddle })
             {
