@@ -40,6 +40,7 @@
 //!
 //! Token ids in, token ids out: tokenisation is the caller's business.
 
+#![warn(missing_docs, missing_debug_implementations, unreachable_pub, unnameable_types)]
 #![warn(clippy::print_stdout, clippy::unwrap_used)]
 
 mod completion;

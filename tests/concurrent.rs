@@ -1,4 +1,5 @@
 //! Sessions, and many threads on one engine: whatever the others do, each output is a fresh engine's.
+#![allow(clippy::unwrap_used, reason = "a test that fails says where")]
 
 mod common;
 #[path = "common/flight.rs"]

@@ -1,5 +1,6 @@
 //! Requests across aborts, drains and sleeps: each ends exactly once, and whatever happened on the
 //! way its tokens and logprobs are those of a fresh engine, bit for bit.
+#![allow(clippy::unwrap_used, reason = "a test that fails says where")]
 
 mod common;
 #[path = "common/flight.rs"]

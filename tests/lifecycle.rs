@@ -1,5 +1,6 @@
 //! The transitions: what they keep, what they free, and what they report. Tests are named after their case;
 //! "fresh" is a new engine with the same weights.
+#![allow(clippy::unwrap_used, reason = "a test that fails says where")]
 
 mod common;
 #[path = "common/cycle.rs"]

@@ -1,4 +1,5 @@
 //! Memory of the whole process, measured from outside: one test, so that nothing else runs in it.
+#![allow(clippy::unwrap_used, reason = "a test that fails says where")]
 
 mod common;
 

@@ -75,7 +75,7 @@ impl Options {
                 _ => return Err(format!("unknown option {arg}").into()),
             }
         }
-        if options.population == 0 || options.population % 2 == 1 {
+        if options.population == 0 || !options.population.is_multiple_of(2) {
             return Err("--population is an even number: perturbations come in pairs".into());
         }
         Ok(options)
@@ -105,13 +105,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     let before = task.held_out(&engine, 200)?;
     println!("held-out sums before: {:.1} % right\n", 100.0 * before.mean);
     println!(
-        "{:>4} {:>7} {:>7} {:>9} {:>7} {:>6} {:>6} {:>6} {:>9}  {}",
-        "step", "reward", "best", "tokens/s", "cached", "sleep", "load", "wake", "freed", "weights"
+        "{:>4} {:>7} {:>7} {:>9} {:>7} {:>6} {:>6} {:>6} {:>9}  weights",
+        "step", "reward", "best", "tokens/s", "cached", "sleep", "load", "wake", "freed"
     );
     let begin = Instant::now();
     let (mut engine, mut curve) = (engine, Vec::new());
     for step in 0..options.steps {
-        let (awake, rewards, costs) = population(engine, &task, &trainer, &options, step)?;
+        let Population { engine: awake, rewards, costs } = roll_out(engine, &task, &trainer, &options, step)?;
         engine = awake;
         trainer.update(step_seed(&options, step), &rewards);
         let mean = rewards.iter().sum::<f32>() / rewards.len() as f32;
@@ -143,14 +143,22 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+/// What a population's rollouts left.
+struct Population {
+    engine: Engine<Awake>,
+    /// Mean reward of each member.
+    rewards: Vec<f32>,
+    costs: StepCosts,
+}
+
 /// Rolls out with each member of a population: for each, the lifecycle once around.
-fn population(
+fn roll_out(
     mut engine: Engine<Awake>,
     task: &Sums,
     trainer: &EvolutionStrategy,
     options: &Options,
     step: usize,
-) -> Result<(Engine<Awake>, Vec<f32>, StepCosts), Box<dyn Error>> {
+) -> Result<Population, Box<dyn Error>> {
     let (mut rewards, mut costs) = (Vec::new(), StepCosts::default());
     let seed = step_seed(options, step);
     for member in 0..options.population {
@@ -175,7 +183,7 @@ fn population(
         costs.cached_tokens += cached_tokens;
         rewards.push(mean);
     }
-    Ok((engine, rewards, costs))
+    Ok(Population { engine, rewards, costs })
 }
 
 fn step_seed(options: &Options, step: usize) -> u64 {

@@ -83,7 +83,7 @@ impl EvolutionStrategy {
 
     /// A member of a population: members 2i and 2i + 1 go the same way in opposite directions.
     pub fn member(&self, seed: u64, member: usize) -> Policy {
-        let sign = if member % 2 == 0 { 1.0 } else { -1.0 };
+        let sign = if member.is_multiple_of(2) { 1.0 } else { -1.0 };
         self.perturbed(pair_seed(seed, member / 2), sign * self.sigma)
     }
 

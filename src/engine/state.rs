@@ -16,11 +16,13 @@ pub(super) mod sealed {
     use crate::engine::{LoadError, LoadReport, MemoryReport};
     use crate::weights::{Match, ResidentWeights, WeightSource};
 
+    #[expect(unnameable_types, reason = "this is what seals the states")]
     pub trait State {
         /// Device memory that the state holds.
         fn memory(&self) -> MemoryReport;
     }
 
+    #[expect(unnameable_types, reason = "this is what seals the retentions")]
     pub trait Retention: Sized {
         /// Name of the state of sleeping so.
         const SLEEPING: &'static str;

@@ -10,7 +10,10 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
 #[derive(Clone, Default)]
-pub struct Log(Arc<Mutex<(HashMap<u64, &'static str>, Vec<String>)>>);
+pub struct Log(Arc<Mutex<Recorded>>);
+
+/// Names of spans by id, and lines.
+type Recorded = (HashMap<u64, &'static str>, Vec<String>);
 
 impl Log {
     pub fn lines(&self) -> Vec<String> {

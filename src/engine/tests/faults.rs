@@ -1,5 +1,6 @@
 //! Every operation of every transition and step fails once: the engine comes back as it was, and a retry
 //! gives what a fresh engine gives.
+#![allow(clippy::result_large_err, reason = "a failed attempt hands back its engine")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -183,7 +184,6 @@ fn c13_every_operation_of_every_step_fails_once_and_nothing_is_lost() {
     let expected = fresh(1);
     let device = FaultyDevice::new();
     let engine = awake_on(device.clone(), 1);
-    let mut faults = 0;
     for n in 1..10_000 {
         let ids: Vec<RequestId> = requests().into_iter().map(|r| engine.submit(r).unwrap()).collect();
         device.fail_nth(n);
@@ -216,10 +216,9 @@ fn c13_every_operation_of_every_step_fails_once_and_nothing_is_lost() {
         assert_eq!(bits(&outputs), expected, "fault {n}");
         assert_eq!(engine.stats().blocks_owned, 0);
         if !failed {
-            assert!(faults > 100, "{faults} operations in all");
+            assert!(n > 100, "{n} operations in all");
             return;
         }
-        faults += 1;
         engine.clear_prefix_cache();
     }
     unreachable!("a run has an end");
