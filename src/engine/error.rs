@@ -185,8 +185,9 @@ pub enum StepError {
     /// The device failed. All running sequences were preempted and the prefix cache was cleared.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// An earlier step panicked (a bug of this crate, or of a source or callback in it): what it left is
-    /// unknown, and only dropping the engine is useful.
+    /// An earlier step panicked (a bug of this crate): what it left in the KV cache is unknown, and no step
+    /// runs any more. A sleep with its requests aborted or retracted leads out, as all that the step could
+    /// have spoilt is dropped then; so does dropping the engine.
     #[error("an earlier step panicked, the engine's state is unknown")]
     Poisoned,
 }

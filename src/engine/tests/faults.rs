@@ -319,6 +319,31 @@ fn a_step_that_panics_poisons_the_engine_and_dropping_it_is_clean() {
     }
 }
 
+/// What a panicked step could have spoilt does not outlive a sleep.
+#[test]
+fn a_sleep_leads_out_of_a_poisoned_engine() {
+    for (policy, n) in [(InFlight::Abort, 12), (InFlight::Abort, 90), (InFlight::Retract, 40)] {
+        let device = FaultyDevice::new();
+        let engine = awake_on(device.clone(), 1);
+        let submitted: Vec<_> = requests().into_iter().map(|r| engine.submit(r).unwrap()).collect();
+        device.panic_nth(n);
+        catch_unwind(AssertUnwindSafe(|| {
+            (0..100).for_each(|_| drop(engine.step()));
+        }))
+        .expect_err("the panic reaches the caller");
+        device.panic_nth(0);
+        let mut asleep = engine.sleep(SleepOptions::default().in_flight(policy)).unwrap();
+        let settled = asleep.take_settled();
+        let engine = asleep.restore_weights().unwrap().wake_up().unwrap();
+        if policy == InFlight::Retract {
+            assert_eq!(bits(&finish(&engine)), fresh(1));
+        } else {
+            assert_eq!(settled.len(), submitted.len(), "each is answered once");
+        }
+        assert_serves(&engine, &fresh(1));
+    }
+}
+
 #[test]
 fn a_device_that_panics_in_a_transition_leaks_nothing() {
     for n in [1, 2, 9] {
