@@ -7,8 +7,8 @@ mod flight;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::sync::{Arc, Barrier, mpsc};
+use std::time::{Duration, Instant};
 
 use common::{awake, bits, fresh, prompt, tiny_builder};
 use dormouse::{DType, InFlight, KvCapacity, Request, RequestOutput, SleepOptions};
@@ -138,6 +138,35 @@ fn many_threads_at_once_each_get_what_a_fresh_engine_gives() {
         assert_eq!((stats.live_requests, stats.blocks_owned), (0, 0));
         assert!(engine.sleep(SleepOptions::default()).is_ok());
     });
+}
+
+/// A step's word that nothing is left takes in what was submitted while it ran.
+#[test]
+fn what_is_submitted_while_a_step_runs_is_not_overlooked() {
+    let engine = awake(tiny_builder(false, DType::F32), &weights(1));
+    let (mut hits, begin) = (0, Instant::now());
+    while hits < 20 && begin.elapsed() < Duration::from_secs(20) {
+        engine.clear_prefix_cache();
+        engine.submit(request(200, 1).max_new_tokens(1)).unwrap();
+        let gate = Barrier::new(2);
+        let (step, started, ended, submitted) = std::thread::scope(|scope| {
+            let submitter = scope.spawn(|| {
+                gate.wait();
+                std::thread::sleep(Duration::from_micros(200));
+                engine.submit(request(9, 2).max_new_tokens(1)).unwrap();
+                Instant::now()
+            });
+            gate.wait();
+            let started = Instant::now();
+            let step = engine.step().unwrap();
+            (step, started, Instant::now(), submitter.join().unwrap())
+        });
+        if submitted < started + (ended - started) / 2 {
+            hits += 1;
+            assert!(step.outputs.len() == 2 || !step.is_idle(), "one of two requests is still to come");
+        }
+        finish(&engine);
+    }
 }
 
 #[test]
