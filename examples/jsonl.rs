@@ -28,14 +28,15 @@ fn run() -> Result<(), Box<dyn Error>> {
     // By input line: what is ready to be printed. A request is here once it has ended.
     let mut ready: BTreeMap<usize, Vec<Value>> = BTreeMap::new();
     let mut lines = BTreeMap::new();
-    for (line, text) in std::io::stdin().lock().lines().enumerate() {
+    // Bytes, not text: a line that is no UTF-8 is one bad line, and takes no other along.
+    for (line, text) in std::io::stdin().lock().split(b'\n').enumerate() {
         let text = text?;
-        let submitted = serde_json::from_str::<Request>(&text)
+        let submitted = serde_json::from_slice::<Request>(&text)
             .map_err(|error| error.to_string())
             .and_then(|request| engine.submit(request).map_err(|error| error.to_string()));
         match submitted {
             Ok(id) => drop(lines.insert(id, line)),
-            Err(_) if text.trim().is_empty() => drop(ready.insert(line, Vec::new())),
+            Err(_) if text.trim_ascii().is_empty() => drop(ready.insert(line, Vec::new())),
             Err(error) => drop(ready.insert(line, vec![json!({"line": line, "error": error})])),
         }
     }

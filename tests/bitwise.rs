@@ -418,6 +418,21 @@ fn b45_seeded_next_to_unseeded() {
     assert_same("picked", &generate(&engine, &[again.ignore_eos(true)]), &outputs[2..=2]);
 }
 
+/// Requests without a seed: the same in each run, each its own, and on each of several engines its own, also if
+/// the engines are seeded with their ranks.
+#[test]
+fn unseeded_requests_on_engines_of_several_seeds() {
+    let model = Model::tiny(false, DType::F32);
+    let batch = vec![Request::new(prompt(5, 1)).max_new_tokens(2); 12];
+    let seeds = |seed: u64| {
+        let engine = model.engine(|builder| builder.seed(seed));
+        generate(&engine, &batch).iter().map(|output| output.completions[0].seed).collect::<Vec<_>>()
+    };
+    assert_eq!(seeds(3), seeds(3));
+    let all: std::collections::HashSet<u64> = (0..4).flat_map(seeds).collect();
+    assert_eq!(all.len(), 4 * batch.len(), "no two have one random stream");
+}
+
 /// B52: whole prompts in the cache: all full blocks but the one with the last token are hits.
 #[test]
 fn b52_whole_prompts_cached() {

@@ -7,11 +7,13 @@ mod flight;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::sync::{Arc, Barrier, mpsc};
+use std::time::{Duration, Instant};
 
 use common::{awake, bits, fresh, prompt, tiny_builder};
-use dormouse::{DType, InFlight, KvCapacity, Request, RequestOutput, SleepOptions};
+use dormouse::{
+    DType, GenerateError, InFlight, KvCapacity, Request, RequestError, RequestOutput, SleepOptions,
+};
 use flight::{aborted, assert_prefix, ended_by_itself, finish, request, weights};
 
 /// Runs `f` on a thread of its own and panics if it takes longer than it can.
@@ -140,6 +142,35 @@ fn many_threads_at_once_each_get_what_a_fresh_engine_gives() {
     });
 }
 
+/// A step's word that nothing is left takes in what was submitted while it ran.
+#[test]
+fn what_is_submitted_while_a_step_runs_is_not_overlooked() {
+    let engine = awake(tiny_builder(false, DType::F32), &weights(1));
+    let (mut hits, begin) = (0, Instant::now());
+    while hits < 20 && begin.elapsed() < Duration::from_secs(20) {
+        engine.clear_prefix_cache();
+        engine.submit(request(200, 1).max_new_tokens(1)).unwrap();
+        let gate = Barrier::new(2);
+        let (step, started, ended, submitted) = std::thread::scope(|scope| {
+            let submitter = scope.spawn(|| {
+                gate.wait();
+                std::thread::sleep(Duration::from_micros(200));
+                engine.submit(request(9, 2).max_new_tokens(1)).unwrap();
+                Instant::now()
+            });
+            gate.wait();
+            let started = Instant::now();
+            let step = engine.step().unwrap();
+            (step, started, Instant::now(), submitter.join().unwrap())
+        });
+        if submitted < started + (ended - started) / 2 {
+            hits += 1;
+            assert!(step.outputs.len() == 2 || !step.is_idle(), "one of two requests is still to come");
+        }
+        finish(&engine);
+    }
+}
+
 #[test]
 fn a_sessions_turns_are_the_bits_of_one_request_with_the_whole_history() {
     let w0 = weights(1);
@@ -211,4 +242,50 @@ fn a_turn_that_is_aborted_keeps_what_it_said_and_the_session_goes_on() {
         }
         assert!(aborts > 3, "{aborts} turns were aborted");
     });
+}
+
+/// What a turn carries continues its own prompt: after a history it would be another prompt's.
+#[test]
+fn a_turn_cannot_resume_what_continues_another_prompt() {
+    let w0 = weights(1);
+    let engine = awake(tiny_builder(false, DType::F32), &w0);
+    let turn = request(6, 1);
+    let id = engine.submit(turn.clone()).unwrap();
+    (0..3).for_each(|_| drop(engine.step().unwrap()));
+    let partial = engine.abort(&[id]).outputs.remove(0);
+    let resumed = turn.resume(&partial).unwrap();
+    let mut session = engine.session();
+    let output = session.generate(&resumed).unwrap();
+    assert_eq!(bits(&output), bits(&fresh(&w0, false, &turn)), "the first turn is like any request");
+    let before = session.tokens().to_vec();
+    let error = session.generate(&resumed).unwrap_err();
+    assert!(
+        matches!(error, GenerateError::Request { source: RequestError::ResumePrompt { .. }, .. }),
+        "{error}"
+    );
+    assert_eq!(session.tokens(), before);
+    session.generate(&turn).unwrap();
+}
+
+/// Sessions between turns, whose histories fill the pool together, are in nobody's way: not in one another's,
+/// nor in that of a request or a score. Whose blocks went computes them again, to the same bits.
+#[test]
+fn pinned_histories_make_room_for_who_could_not_run_otherwise() {
+    let w0 = weights(1);
+    let engine = awake(tiny_builder(false, DType::F32).kv_cache(KvCapacity::Blocks(16)), &w0);
+    let mut sessions: Vec<_> = (0..4).map(|_| engine.session()).collect();
+    for turn in 0..3 {
+        for (i, session) in sessions.iter_mut().enumerate() {
+            let before = session.tokens().to_vec();
+            let request = request(8, 4 * turn + i as u32).max_new_tokens(6);
+            let output = session.generate(&request).unwrap();
+            let whole = with_prompt(&[&before[..], &request.prompt].concat(), &request);
+            assert_eq!(bits(&output), bits(&fresh(&w0, false, &whole)), "turn {turn} of session {i}");
+        }
+        let alone = request(50, turn);
+        let output = engine.generate(std::slice::from_ref(&alone)).unwrap().remove(0);
+        assert_eq!(bits(&output), bits(&fresh(&w0, false, &alone)), "beside {turn} turns");
+    }
+    drop(sessions);
+    assert_eq!(engine.stats().blocks_owned, 0);
 }

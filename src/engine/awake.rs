@@ -173,7 +173,8 @@ impl Engine<Awake> {
                 }
             }
         }
-        let seed = self.core.parts.limits.seed;
+        // Spread first: neighbouring engine seeds (ranks, say) must not give one stream, shifted by a request.
+        let seed = splitmix(self.core.parts.limits.seed);
         let eos = &self.core.parts.config.eos_token_ids;
         for (&id, (request, session)) in ids.iter().zip(requests) {
             // Without a seed of its own a request gets one by its number.

@@ -166,7 +166,7 @@ impl Executor {
     }
 
     /// Adds a sequence; pinned blocks that it cannot go on from (its salt is another) are let go, and it
-    /// computes its history anew.
+    /// computes its history anew, as it does if another needed the blocks meanwhile.
     fn add(&mut self, mut new: NewSequence) -> Result<(), AddError> {
         let Some(pin) = new.pinned else { return self.scheduler.add(new) };
         if self.scheduler.add(new.clone()).is_ok() {
@@ -253,13 +253,17 @@ impl Executor {
             let (request, sample) = self.sequences[&admitted.seq];
             let request = self.requests.get_mut(&request).expect("its sequence is live");
             let cached = admitted.cached_tokens.min(request.prompt().len());
-            let completion = &mut request.samples[sample].completion;
-            if completion.tokens.is_empty() {
-                completion.cached_tokens = cached;
+            let live = &mut request.samples[sample];
+            // After a preemption it may find what it computed itself: that doesn't count.
+            if !std::mem::replace(&mut live.admitted, true) && !live.ended {
+                live.completion.cached_tokens = cached;
                 self.stats.cached_tokens += cached as u64;
             }
         }
-        if let Some(stuck) = &plan.stuck {
+        // A conversation between its turns is not in others' way: its next turn computes the history anew.
+        if let Some(stuck) = &plan.stuck
+            && !self.scheduler.unpin_oldest()
+        {
             let error = CompletionError::NoCapacity {
                 needed_blocks: stuck.needed_blocks,
                 available_blocks: stuck.available_blocks,
@@ -378,9 +382,13 @@ impl Executor {
             let ended = live.ended;
             let own = live.seq.expect("an open sample has a sequence");
             if sample != leader {
-                live.completion.cached_tokens = prompt_len;
-                self.stats.cached_tokens += prompt_len as u64;
                 self.scheduler.fork(seq, own, token.unwrap_or_default());
+                // One that has to wait may find less, or nothing, when it is admitted.
+                if self.scheduler.is_running(own) {
+                    live.admitted = true;
+                    live.completion.cached_tokens = prompt_len;
+                    self.stats.cached_tokens += prompt_len as u64;
+                }
             } else if let (false, Some(token)) = (ended, token) {
                 self.scheduler.append(own, token);
             }

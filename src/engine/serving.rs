@@ -210,9 +210,16 @@ impl Shared {
             Serving { mailbox: &mut mailbox, executor: &mut executor }.collect();
         }
         // The mailbox is open while the step runs: submissions don't wait for it.
-        let progress = executor.step(weights);
+        let mut progress = executor.step(weights);
         let ended = executor.take_ended();
-        self.mailbox.lock().deliver(ended);
+        {
+            let mut mailbox = self.mailbox.lock();
+            mailbox.deliver(ended);
+            if let Ok(progress) = &mut progress {
+                // Those that came while the step ran have not ended either.
+                progress.live_requests += mailbox.submissions.len();
+            }
+        }
         MutexGuard::unlock_fair(executor);
         progress.map(Some)
     }

@@ -7,7 +7,7 @@ use crate::request::{Request, RequestError, TokenId};
 use crate::scheduler::PinId;
 
 /// A conversation on an awake engine: the KV of its history is pinned between turns, whatever the prefix
-/// cache evicts. It borrows the engine, so an engine with a session alive cannot go to sleep:
+/// cache evicts, unless a request could not run at all otherwise. It borrows the engine, so an engine with a session alive cannot go to sleep:
 ///
 /// ```compile_fail,E0505
 /// # fn f(engine: dormouse::Engine<dormouse::Awake>) {
@@ -17,8 +17,8 @@ use crate::scheduler::PinId;
 /// # }
 /// ```
 ///
-/// Pinned blocks are not there for others: drop sessions that are done. A turn's tokens and logprobs are the
-/// bits that a single request with the whole history would give.
+/// Pinned blocks are not there for others while anything runs without them: drop sessions that are done. A
+/// turn's tokens and logprobs are the bits that a single request with the whole history would give.
 #[derive(Debug)]
 pub struct Session<'e> {
     engine: &'e Engine<Awake>,
@@ -40,7 +40,9 @@ impl<'e> Session<'e> {
     /// output's prompt is the whole history up to there.
     ///
     /// # Errors
-    /// As [`Engine::generate`]; [`RequestError::SessionSamples`] if the turn asks for more than one sample.
+    /// As [`Engine::generate`]; [`RequestError::SessionSamples`] if the turn asks for more than one sample,
+    /// [`RequestError::ResumePrompt`] if it carries an earlier output and there is a history already (an aborted
+    /// turn is in the history: the next one, with an empty prompt, goes on from there).
     /// The history is then unchanged.
     pub fn generate(&mut self, turn: &Request) -> Result<RequestOutput, GenerateError> {
         let invalid = |source| GenerateError::Request { index: 0, source };
@@ -49,6 +51,11 @@ impl<'e> Session<'e> {
             return Err(invalid(RequestError::SessionSamples { samples }));
         }
         let prompt = [self.history.as_slice(), &turn.prompt].concat();
+        if turn.resume.is_some() && !self.history.is_empty() {
+            // What the turn carries continues its own prompt, not the history with it.
+            let index = prompt.iter().zip(&turn.prompt).take_while(|(a, b)| a == b).count();
+            return Err(invalid(RequestError::ResumePrompt { index }));
+        }
         let request = Request { prompt, ..turn.clone() };
         let session = Some(SessionTurn { pinned: self.pin });
         let ids = self
