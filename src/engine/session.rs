@@ -7,7 +7,8 @@ use crate::request::{Request, RequestError, TokenId};
 use crate::scheduler::PinId;
 
 /// A conversation on an awake engine: the KV of its history is pinned between turns, whatever the prefix
-/// cache evicts, unless a request could not run at all otherwise. It borrows the engine, so an engine with a session alive cannot go to sleep:
+/// cache evicts, unless a request could not run at all otherwise. It borrows the engine, so an engine with a
+/// session alive cannot go to sleep:
 ///
 /// ```compile_fail,E0505
 /// # fn f(engine: dormouse::Engine<dormouse::Awake>) {
