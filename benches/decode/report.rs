@@ -62,7 +62,10 @@ impl Report {
     }
 
     pub(crate) fn print_head(&self) {
-        let get = |key| self.0.get(key).map(Value::to_string).unwrap_or_default();
+        let get = |key| match self.0.get(key) {
+            Some(Value::String(text)) => text.clone(),
+            value => value.map(Value::to_string).unwrap_or_default(),
+        };
         println!("{} on {} threads ({} cores), {}", get("cpu"), get("threads"), get("cores"), get("simd"));
         let limit = self.0.get("read_limit_gb_per_s").and_then(Value::as_f64).unwrap_or_default();
         println!("memory is read at {limit:.1} GB/s (a buffer larger than the caches, all threads)");
@@ -72,7 +75,7 @@ impl Report {
         let megabytes = costs.step_bytes as f64 / 1e6;
         self.0.insert("step_bytes".into(), json!(costs.step_bytes));
         let (family, layers) = (engine.config().family(), engine.config().num_layers());
-        let model = self.0.get("model").map(Value::to_string).unwrap_or_default();
+        let model = self.0.get("model").and_then(Value::as_str).unwrap_or_default();
         println!("{model}: {family:?}, {layers} layers, a step reads {megabytes:.1} MB of weights");
     }
 
