@@ -114,7 +114,7 @@ pub(crate) struct Admitted {
 }
 
 /// The oldest waiting sequence can't ever be admitted as things are: nothing runs, everything that can be
-/// evicted would be, and pinned blocks hold the rest. The engine ends it, or unpins.
+/// evicted would be, and pinned blocks hold the rest. The engine unpins, or ends it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stuck {
     /// The sequence.

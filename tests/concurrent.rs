@@ -241,3 +241,26 @@ fn a_turn_that_is_aborted_keeps_what_it_said_and_the_session_goes_on() {
         assert!(aborts > 3, "{aborts} turns were aborted");
     });
 }
+
+/// Sessions between turns, whose histories fill the pool together, are in nobody's way: not in one another's,
+/// nor in that of a request or a score. Whose blocks went computes them again, to the same bits.
+#[test]
+fn pinned_histories_make_room_for_who_could_not_run_otherwise() {
+    let w0 = weights(1);
+    let engine = awake(tiny_builder(false, DType::F32).kv_cache(KvCapacity::Blocks(16)), &w0);
+    let mut sessions: Vec<_> = (0..4).map(|_| engine.session()).collect();
+    for turn in 0..3 {
+        for (i, session) in sessions.iter_mut().enumerate() {
+            let before = session.tokens().to_vec();
+            let request = request(8, 4 * turn + i as u32).max_new_tokens(6);
+            let output = session.generate(&request).unwrap();
+            let whole = with_prompt(&[&before[..], &request.prompt].concat(), &request);
+            assert_eq!(bits(&output), bits(&fresh(&w0, false, &whole)), "turn {turn} of session {i}");
+        }
+        let alone = request(50, turn);
+        let output = engine.generate(std::slice::from_ref(&alone)).unwrap().remove(0);
+        assert_eq!(bits(&output), bits(&fresh(&w0, false, &alone)), "beside {turn} turns");
+    }
+    drop(sessions);
+    assert_eq!(engine.stats().blocks_owned, 0);
+}

@@ -166,7 +166,7 @@ impl Executor {
     }
 
     /// Adds a sequence; pinned blocks that it cannot go on from (its salt is another) are let go, and it
-    /// computes its history anew.
+    /// computes its history anew, as it does if another needed the blocks meanwhile.
     fn add(&mut self, mut new: NewSequence) -> Result<(), AddError> {
         let Some(pin) = new.pinned else { return self.scheduler.add(new) };
         if self.scheduler.add(new.clone()).is_ok() {
@@ -259,7 +259,10 @@ impl Executor {
                 self.stats.cached_tokens += cached as u64;
             }
         }
-        if let Some(stuck) = &plan.stuck {
+        // A conversation between its turns is not in others' way: its next turn computes the history anew.
+        if let Some(stuck) = &plan.stuck
+            && !self.scheduler.unpin_oldest()
+        {
             let error = CompletionError::NoCapacity {
                 needed_blocks: stuck.needed_blocks,
                 available_blocks: stuck.available_blocks,

@@ -7,7 +7,8 @@ use crate::request::{Request, RequestError, TokenId};
 use crate::scheduler::PinId;
 
 /// A conversation on an awake engine: the KV of its history is pinned between turns, whatever the prefix
-/// cache evicts. It borrows the engine, so an engine with a session alive cannot go to sleep:
+/// cache evicts, unless a request could not run at all otherwise. It borrows the engine, so an engine with a
+/// session alive cannot go to sleep:
 ///
 /// ```compile_fail,E0505
 /// # fn f(engine: dormouse::Engine<dormouse::Awake>) {
@@ -17,8 +18,8 @@ use crate::scheduler::PinId;
 /// # }
 /// ```
 ///
-/// Pinned blocks are not there for others: drop sessions that are done. A turn's tokens and logprobs are the
-/// bits that a single request with the whole history would give.
+/// Pinned blocks are not there for others while anything runs without them: drop sessions that are done. A
+/// turn's tokens and logprobs are the bits that a single request with the whole history would give.
 #[derive(Debug)]
 pub struct Session<'e> {
     engine: &'e Engine<Awake>,

@@ -51,6 +51,11 @@ impl Scheduler {
         true
     }
 
+    /// Lets go of the blocks that have been pinned longest. Returns whether there were any.
+    pub(crate) fn unpin_oldest(&mut self) -> bool {
+        self.pins.first_key_value().map(|(&pin, _)| pin).is_some_and(|pin| self.unpin(pin))
+    }
+
     /// Moves a pin's blocks to the sequence that continues it. Blocks that hold what the sequence has to
     /// compute itself are let go instead, for it to find what it may use in the prefix cache.
     pub(super) fn consume_pin(&mut self, id: PinId, new: &NewSequence) -> Result<KvPrefix, AddError> {
