@@ -178,11 +178,7 @@ impl EngineBuilder {
         let directory = match &self.model {
             Model::Directory(directory) => directory.clone(),
             Model::Config(_) => {
-                return Err(BuildError::InvalidOption {
-                    option: "from_config",
-                    value: 0,
-                    requirement: "an engine without a checkpoint can only be built asleep",
-                });
+                return Err(BuildError::NoCheckpoint);
             }
         };
         let asleep = self.build_asleep()?;

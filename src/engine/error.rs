@@ -78,6 +78,9 @@ pub enum BuildError {
     /// Neither the configuration nor a checkpoint nor the builder says what dtype the weights have.
     #[error("the configuration gives no weight dtype: set one with EngineBuilder::dtype")]
     UnknownDType,
+    /// The builder has a configuration but no directory to read weights from.
+    #[error("an engine without a checkpoint can only be built asleep: use EngineBuilder::build_asleep")]
+    NoCheckpoint,
     /// An option is out of range.
     #[error("{option} is {value}, but {requirement}")]
     InvalidOption {
