@@ -90,7 +90,8 @@ pub struct Completion {
     pub kept: Option<Vec<Vec<TokenId>>>,
     /// Why it ended.
     pub finish_reason: FinishReason,
-    /// Prompt tokens whose KV came from the prefix cache, in the run that gave this output.
+    /// Prompt tokens whose KV was there already when the sample began to run: from the prefix cache, the group's
+    /// prefill or the session. Of the run that gave this output: if it was resumed, or retracted, the last.
     pub cached_tokens: usize,
     /// Which weights made which tokens: ascending, without gaps, all tokens.
     pub versions: Vec<VersionSpan>,

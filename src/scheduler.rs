@@ -234,7 +234,6 @@ impl Scheduler {
     }
 
     /// Whether `seq` runs.
-    #[cfg(test)]
     pub(crate) fn is_running(&self, seq: SeqId) -> bool {
         self.running.contains(&seq)
     }

@@ -439,3 +439,32 @@ fn b70_b73_after_abort_all_nothing_is_in_flight_and_the_numbers_say_so() {
     let output = engine.generate(&[request(20, 1)]).unwrap().remove(0);
     assert_eq!(bits(&output), bits(&fresh(&w0, false, &request(20, 1))));
 }
+
+/// `cached_tokens` is what this run found, not what an earlier one did, nor what samples that had to wait for
+/// their turn could have shared.
+#[test]
+fn cached_tokens_are_of_the_run_that_gave_the_output() {
+    let w0 = weights(1);
+    let engine = engine(&w0);
+    let request = request(21, 1);
+    let cached =
+        |output: &RequestOutput| output.completions.iter().map(|c| c.cached_tokens).collect::<Vec<_>>();
+    engine.generate(std::slice::from_ref(&request)).unwrap();
+    let id = engine.submit(request.clone()).unwrap();
+    steps(&engine, 2);
+    let partial = engine.abort(&[id]).outputs.remove(0);
+    assert_eq!((cached(&partial), partial.completions[0].tokens.len()), (vec![20], 2));
+    let resumed = request.resume(&partial).unwrap();
+    let again = engine.generate(std::slice::from_ref(&resumed)).unwrap().remove(0);
+    assert_eq!(cached(&again), [20]);
+    engine.clear_prefix_cache();
+    assert_eq!(cached(&engine.generate(&[resumed]).unwrap()[0]), [0]);
+
+    for (running, cache, expected) in [(8, false, [0, 21, 21]), (1, true, [0, 20, 20]), (1, false, [0, 0, 0])]
+    {
+        let engine = awake(tiny_builder(false, DType::F32).max_num_seqs(running).prefix_cache(cache), &w0);
+        let output = engine.generate(&[request.clone().samples(3)]).unwrap().remove(0);
+        assert_eq!(cached(&output), expected, "{running} at a time, prefix cache: {cache}");
+        assert_eq!(engine.stats().cached_tokens, expected.iter().sum::<usize>() as u64);
+    }
+}

@@ -253,9 +253,10 @@ impl Executor {
             let (request, sample) = self.sequences[&admitted.seq];
             let request = self.requests.get_mut(&request).expect("its sequence is live");
             let cached = admitted.cached_tokens.min(request.prompt().len());
-            let completion = &mut request.samples[sample].completion;
-            if completion.tokens.is_empty() {
-                completion.cached_tokens = cached;
+            let live = &mut request.samples[sample];
+            // After a preemption it may find what it computed itself: that doesn't count.
+            if !std::mem::replace(&mut live.admitted, true) && !live.ended {
+                live.completion.cached_tokens = cached;
                 self.stats.cached_tokens += cached as u64;
             }
         }
@@ -381,9 +382,13 @@ impl Executor {
             let ended = live.ended;
             let own = live.seq.expect("an open sample has a sequence");
             if sample != leader {
-                live.completion.cached_tokens = prompt_len;
-                self.stats.cached_tokens += prompt_len as u64;
                 self.scheduler.fork(seq, own, token.unwrap_or_default());
+                // One that has to wait may find less, or nothing, when it is admitted.
+                if self.scheduler.is_running(own) {
+                    live.admitted = true;
+                    live.completion.cached_tokens = prompt_len;
+                    self.stats.cached_tokens += prompt_len as u64;
+                }
             } else if let (false, Some(token)) = (ended, token) {
                 self.scheduler.append(own, token);
             }

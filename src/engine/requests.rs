@@ -42,6 +42,8 @@ pub(crate) struct LiveSample {
     /// if the request ended now.
     pub(crate) completion: Completion,
     pub(crate) ended: bool,
+    /// Whether it got blocks since the request was started or went on: what it found then counts as cached.
+    pub(crate) admitted: bool,
     /// Its sequence in the scheduler, while there is one.
     pub(crate) seq: Option<SeqId>,
     sampler: Sampler,
@@ -98,6 +100,7 @@ impl LiveRequest {
         self.prompt_logprobs.clear();
         for sample in &mut self.samples {
             sample.seq = None;
+            sample.admitted = false;
         }
     }
 }
@@ -114,7 +117,10 @@ impl LiveSample {
         let finished = completion.already_finished(params).filter(|_| !tokens.is_empty());
         let ended = finished.is_some();
         completion.finish_reason = finished.unwrap_or(FinishReason::Abort);
-        Self { completion, ended, seq: None, sampler }
+        if !ended {
+            completion.cached_tokens = 0;
+        }
+        Self { completion, ended, admitted: false, seq: None, sampler }
     }
 
     pub(crate) fn sampler(&self) -> &Sampler {
