@@ -11,7 +11,9 @@ use std::sync::{Arc, Barrier, mpsc};
 use std::time::{Duration, Instant};
 
 use common::{awake, bits, fresh, prompt, tiny_builder};
-use dormouse::{DType, InFlight, KvCapacity, Request, RequestOutput, SleepOptions};
+use dormouse::{
+    DType, GenerateError, InFlight, KvCapacity, Request, RequestError, RequestOutput, SleepOptions,
+};
 use flight::{aborted, assert_prefix, ended_by_itself, finish, request, weights};
 
 /// Runs `f` on a thread of its own and panics if it takes longer than it can.
@@ -240,6 +242,29 @@ fn a_turn_that_is_aborted_keeps_what_it_said_and_the_session_goes_on() {
         }
         assert!(aborts > 3, "{aborts} turns were aborted");
     });
+}
+
+/// What a turn carries continues its own prompt: after a history it would be another prompt's.
+#[test]
+fn a_turn_cannot_resume_what_continues_another_prompt() {
+    let w0 = weights(1);
+    let engine = awake(tiny_builder(false, DType::F32), &w0);
+    let turn = request(6, 1);
+    let id = engine.submit(turn.clone()).unwrap();
+    (0..3).for_each(|_| drop(engine.step().unwrap()));
+    let partial = engine.abort(&[id]).outputs.remove(0);
+    let resumed = turn.resume(&partial).unwrap();
+    let mut session = engine.session();
+    let output = session.generate(&resumed).unwrap();
+    assert_eq!(bits(&output), bits(&fresh(&w0, false, &turn)), "the first turn is like any request");
+    let before = session.tokens().to_vec();
+    let error = session.generate(&resumed).unwrap_err();
+    assert!(
+        matches!(error, GenerateError::Request { source: RequestError::ResumePrompt { .. }, .. }),
+        "{error}"
+    );
+    assert_eq!(session.tokens(), before);
+    session.generate(&turn).unwrap();
 }
 
 /// Sessions between turns, whose histories fill the pool together, are in nobody's way: not in one another's,

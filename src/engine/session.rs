@@ -41,7 +41,9 @@ impl<'e> Session<'e> {
     /// output's prompt is the whole history up to there.
     ///
     /// # Errors
-    /// As [`Engine::generate`]; [`RequestError::SessionSamples`] if the turn asks for more than one sample.
+    /// As [`Engine::generate`]; [`RequestError::SessionSamples`] if the turn asks for more than one sample,
+    /// [`RequestError::ResumePrompt`] if it carries an earlier output and there is a history already (an aborted
+    /// turn is in the history: the next one, with an empty prompt, goes on from there).
     /// The history is then unchanged.
     pub fn generate(&mut self, turn: &Request) -> Result<RequestOutput, GenerateError> {
         let invalid = |source| GenerateError::Request { index: 0, source };
@@ -50,6 +52,11 @@ impl<'e> Session<'e> {
             return Err(invalid(RequestError::SessionSamples { samples }));
         }
         let prompt = [self.history.as_slice(), &turn.prompt].concat();
+        if turn.resume.is_some() && !self.history.is_empty() {
+            // What the turn carries continues its own prompt, not the history with it.
+            let index = prompt.iter().zip(&turn.prompt).take_while(|(a, b)| a == b).count();
+            return Err(invalid(RequestError::ResumePrompt { index }));
+        }
         let request = Request { prompt, ..turn.clone() };
         let session = Some(SessionTurn { pinned: self.pin });
         let ids = self
