@@ -10,13 +10,22 @@ use std::error::Error;
 use dormouse::{Engine, Request};
 use tokenizers::Tokenizer;
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> std::process::ExitCode {
+    let Err(error) = run() else { return std::process::ExitCode::SUCCESS };
+    eprintln!("generate: {error}");
+    std::process::ExitCode::FAILURE
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
     let mut model = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/model").to_owned();
     let mut prompt = "47+38=(".to_owned();
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--model" => model = args.next().ok_or("--model needs a directory")?,
+            _ if arg.starts_with("--") => {
+                return Err(format!("unknown option {arg}; there is --model").into());
+            }
             _ => prompt = arg,
         }
     }

@@ -180,6 +180,7 @@ fn bad_builder_options() {
         (options().max_num_batched_tokens(usize::MAX), "max_num_batched_tokens is 18446744073709551615"),
         (options().max_model_len(0), "max_model_len is 0"),
         (options().max_model_len(513), "max_model_len is 513"),
+        (options().kv_cache(KvCapacity::Tokens(64)).max_model_len(65), "the KV cache must hold a sequence"),
         (options().max_model_len(usize::MAX), "max_model_len is 18446744073709551615"),
         (options().threads(0), "threads is 0"),
         (options().threads(1_000_000), "threads is 1000000, but it must be 1 to 1024"),

@@ -289,3 +289,21 @@ fn pinned_histories_make_room_for_who_could_not_run_otherwise() {
     drop(sessions);
     assert_eq!(engine.stats().blocks_owned, 0);
 }
+
+/// A turn that only adds to the conversation (nothing generated) keeps its KV for the next one.
+#[test]
+fn a_turn_without_new_tokens_keeps_the_sessions_blocks() {
+    let w0 = weights(1);
+    let engine = awake(tiny_builder(false, DType::F32).prefix_cache(false), &w0);
+    let mut session = engine.session();
+    let context = request(9, 1).max_new_tokens(0).prompt_logprobs(true);
+    let scored = session.generate(&context).unwrap();
+    assert_eq!(scored.prompt_logprobs.as_ref().map(Vec::len), Some(8));
+    let question = request(4, 2).max_new_tokens(6);
+    let output = session.generate(&question).unwrap();
+    assert_eq!(output.completions[0].cached_tokens, 9);
+    let whole = with_prompt(&[context.prompt, question.prompt.clone()].concat(), &question);
+    assert_eq!(bits(&output), bits(&fresh(&w0, false, &whole)));
+    drop(session);
+    assert_eq!(engine.stats().blocks_owned, 0);
+}

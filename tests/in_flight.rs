@@ -468,3 +468,36 @@ fn cached_tokens_are_of_the_run_that_gave_the_output() {
         assert_eq!(engine.stats().cached_tokens, expected.iter().sum::<usize>() as u64);
     }
 }
+
+/// Asleep, a trainer may take the retracted requests as they are; they then do not go on.
+#[test]
+fn retracted_requests_can_be_taken_while_asleep_and_go_on_later() {
+    let w0 = weights(1);
+    let engine = narrow(&w0);
+    let request = request(12, 3).samples(2).max_new_tokens(9);
+    let id = engine.submit(request.clone()).unwrap();
+    steps(&engine, 5);
+    let mut asleep = engine.sleep(with(InFlight::Retract)).unwrap();
+    let partial = asleep.abort_retracted().remove(0);
+    assert_eq!((partial.request, asleep.abort_retracted().len()), (id, 0));
+    let whole = fresh(&w0, false, &request);
+    assert_prefix(&partial, &whole);
+    let engine = asleep.restore_weights().unwrap().wake_up().unwrap();
+    assert!(engine.report().resumed.is_empty() && engine.step().unwrap().is_idle());
+    let output = engine.generate(&[request.resume(&partial).unwrap()]).unwrap().remove(0);
+    assert_eq!(bits(&output), bits(&whole));
+}
+
+/// A partial of an unseeded group that lacks a sample: the missing one is drawn from the group's stream.
+#[test]
+fn a_sample_missing_from_a_partial_draws_from_its_groups_seed() {
+    let w0 = weights(1);
+    let engine = engine(&w0);
+    let mut request = request(6, 2).samples(3);
+    request.params.seed = None;
+    let whole = engine.generate(std::slice::from_ref(&request)).unwrap().remove(0);
+    let mut partial = whole.clone();
+    partial.completions.truncate(1);
+    let resumed = engine.generate(&[request.resume(&partial).unwrap()]).unwrap().remove(0);
+    assert_eq!(bits(&resumed), bits(&whole));
+}

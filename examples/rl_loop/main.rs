@@ -2,7 +2,7 @@
 //! weights → load → wake → again.
 //!
 //! ```sh
-//! cargo run --release --example rl_loop                  # the small model of this repository, about a minute
+//! cargo run --release --example rl_loop                  # the small model of this repository, half a minute
 //! cargo run --release --example rl_loop -- --model DIR   # any checkpoint with a tokenizer.json
 //! ```
 //!
@@ -61,6 +61,11 @@ impl Options {
                 (options.short, options.steps, options.population) = (true, 3, 4);
                 continue;
             }
+            let known =
+                "--model --steps --population --prompts --samples --sigma --rate --seed --plot --short";
+            if !known.split(' ').any(|option| option == arg) {
+                return Err(format!("unknown option {arg}; there are {known}").into());
+            }
             let value = args.next().ok_or_else(|| format!("{arg} needs a value"))?;
             match arg.as_str() {
                 "--model" => options.model = value,
@@ -72,8 +77,11 @@ impl Options {
                 "--rate" => options.rate = value.parse()?,
                 "--seed" => options.seed = value.parse()?,
                 "--plot" => options.plot = value,
-                _ => return Err(format!("unknown option {arg}").into()),
+                _ => unreachable!("all known options are above"),
             }
+        }
+        if options.prompts == 0 || options.samples == 0 || options.steps == 0 {
+            return Err("--prompts, --samples and --steps are at least 1".into());
         }
         if options.population == 0 || !options.population.is_multiple_of(2) {
             return Err("--population is an even number: perturbations come in pairs".into());
@@ -95,7 +103,13 @@ struct StepCosts {
     freed_bytes: u64,
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> std::process::ExitCode {
+    let Err(error) = run() else { return std::process::ExitCode::SUCCESS };
+    eprintln!("rl_loop: {error}");
+    std::process::ExitCode::FAILURE
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
     let options = Options::parse()?;
     let task = Sums::new(&options.model)?;
     let mut trainer = EvolutionStrategy::open(&options.model, options.sigma, options.rate)?;

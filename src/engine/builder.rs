@@ -95,8 +95,9 @@ impl EngineBuilder {
         }
     }
 
-    /// Weight dtype of an engine that is built asleep; without it the checkpoint's tensors or else the
-    /// configuration say. (An engine built awake has each tensor in the checkpoint's dtype.)
+    /// Weight dtype of an engine that is built asleep, as the trainer will send it. Without it each tensor has
+    /// the dtype it has in the checkpoint, or else the configuration says. (No dtype is converted: an engine
+    /// built awake from a checkpoint of another dtype is an error that lists it.)
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.dtype = Some(dtype);
         self
@@ -308,6 +309,11 @@ impl EngineBuilder {
         kv.num_blocks = num_blocks as usize;
         let kv_tokens = kv.num_blocks * kv.block_size;
         let max_model_len = self.max_model_len.unwrap_or(config.max_position_embeddings);
+        if self.max_model_len.is_some_and(|tokens| tokens > kv_tokens) {
+            let requirement = "the KV cache must hold a sequence of that length";
+            let value = max_model_len as u64;
+            return Err(BuildError::InvalidOption { option: "max_model_len", value, requirement });
+        }
         if max_model_len > config.max_position_embeddings {
             let requirement = "it must not be above the configuration's max_position_embeddings";
             let value = max_model_len as u64;

@@ -265,7 +265,7 @@ impl Executor {
     fn advance(&mut self, seq: SeqId, samples: Vec<(usize, Result<Sampled, SampleError>)>) -> usize {
         let Some(&(id, leader)) = self.sequences.get(&seq) else { return 0 };
         if samples.is_empty() {
-            self.end_request(id, FinishReason::Length);
+            self.end_scored(id, leader);
             return 0;
         }
         let count = samples.len();
@@ -309,6 +309,19 @@ impl Executor {
         }
         self.close_if_ended(id);
         count
+    }
+
+    /// Ends a request that only scored its prompt. A session keeps the blocks for its next turn.
+    fn end_scored(&mut self, id: RequestId, leader: usize) {
+        let request = self.requests.get_mut(&id).expect("its sequence was running");
+        if request.session.is_some() {
+            request.samples[leader].completion.finish_reason = FinishReason::Length;
+            request.samples[leader].ended = true;
+            self.end_sample(id, leader);
+            self.close_if_ended(id);
+        } else {
+            self.end_request(id, FinishReason::Length);
+        }
     }
 
     /// Releases the blocks of an ended sample, or keeps them for its session.

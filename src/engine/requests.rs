@@ -59,7 +59,9 @@ impl LiveRequest {
         default_seed: u64,
         eos: &[TokenId],
     ) -> Self {
-        let seed = request.params.seed.unwrap_or(default_seed);
+        // Samples that a partial lacks belong to its group: they draw from the group's seed.
+        let group_seed = request.resume.as_ref().and_then(|carried| carried.first()).map(|first| first.seed);
+        let seed = request.params.seed.or(group_seed).unwrap_or(default_seed);
         let params = Arc::new(request.params.clone());
         let samples = (0..params.samples)
             .map(|index| {

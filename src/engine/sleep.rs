@@ -6,6 +6,7 @@ use tracing::info_span;
 
 use super::core::Core;
 use super::report::{MemoryReport, Settled, SleepReport};
+use super::requests::LiveRequest;
 use super::serving::{Serving, Shared};
 use super::state::{Awake, Carried, Discarded, Kept, KeptWeights, Reservations, Sleeping};
 use super::{Engine, Failed, Retention, SleepError};
@@ -39,7 +40,8 @@ pub enum InFlight {
         then: OnDeadline,
     },
     /// They keep their tokens, lose their KV, and go on after the wake, under the weights of then.
-    /// [`Completion::versions`](crate::Completion::versions) says which tokens came from which.
+    /// [`Completion::versions`](crate::Completion::versions) says which tokens came from which. Dropping the
+    /// engine before that drops them; [`Engine::abort_retracted`] hands them out instead.
     Retract,
 }
 
@@ -247,6 +249,12 @@ impl<W: Retention> Engine<Sleeping<W>> {
     /// What going to sleep did.
     pub fn report(&self) -> &SleepReport {
         &self.state.report
+    }
+
+    /// Ends the requests that were retracted at the sleep and hands them out with the tokens they have: they
+    /// do not go on after the wake.
+    pub fn abort_retracted(&mut self) -> Vec<RequestOutput> {
+        self.state.carried.retracted.drain(..).map(LiveRequest::into_output).collect()
     }
 
     /// Takes the outputs of requests that had ended by the time the engine slept and were not handed out

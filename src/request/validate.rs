@@ -159,7 +159,7 @@ fn check_carried(
     optional("top_logprobs", params.top_logprobs > 0, carried.top_logprobs.as_ref().map(Vec::len))?;
     optional("kept", params.return_kept_set, carried.kept.as_ref().map(Vec::len))?;
     for logprobs in [Some(carried.logprobs.as_slice()), processed].into_iter().flatten() {
-        if let Some(position) = logprobs.iter().position(|logprob| !logprob.is_finite()) {
+        if let Some(position) = logprobs.iter().position(|logprob| !logprob.is_finite() || *logprob > 0.0) {
             return Err(RequestError::ResumeLogprob { index, position, value: logprobs[position] });
         }
     }

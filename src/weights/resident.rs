@@ -201,7 +201,16 @@ fn check_tied_head(
     source: &mut dyn WeightSource,
 ) -> Result<(), TransferError> {
     let mut hasher = TensorHasher::new(embedding);
-    source.read(offered, &mut |chunk| hasher.update(chunk))?;
+    let mut received_bytes = 0;
+    source.read(offered, &mut |chunk| {
+        hasher.update(chunk);
+        received_bytes += chunk.len() as u64;
+    })?;
+    let expected_bytes = (embedding.shape.iter().product::<usize>() * embedding.dtype.size()) as u64;
+    if received_bytes != expected_bytes {
+        let tensor = "lm_head.weight".to_owned();
+        return Err(TransferError::WrongLength { tensor, expected_bytes, received_bytes });
+    }
     if hasher.finish() == digest { Ok(()) } else { Err(TransferError::TiedHeadDiffers) }
 }
 
