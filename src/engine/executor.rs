@@ -286,8 +286,7 @@ impl Executor {
                 }
                 Err(error) => {
                     let position = prompt_len + live.completion.tokens.len();
-                    live.completion.finish_reason = FinishReason::Error(error.at(position));
-                    live.ended = true;
+                    live.end(FinishReason::Error(error.at(position)));
                 }
             }
             let ended = live.ended;
@@ -315,8 +314,7 @@ impl Executor {
     fn end_scored(&mut self, id: RequestId, leader: usize) {
         let request = self.requests.get_mut(&id).expect("its sequence was running");
         if request.session.is_some() {
-            request.samples[leader].completion.finish_reason = FinishReason::Length;
-            request.samples[leader].ended = true;
+            request.samples[leader].end(FinishReason::Length);
             self.end_sample(id, leader);
             self.close_if_ended(id);
         } else {

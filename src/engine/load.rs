@@ -8,7 +8,7 @@ use super::core::Core;
 use super::report::{LoadReport, MemoryReport};
 use super::state::{Discarded, Kept, KeptWeights, Retention, Sleeping, WeightsLoaded, sealed};
 use super::{Engine, Failed, LoadError, RestoreError};
-use crate::device::{Arena, DeviceError};
+use crate::device::Arena;
 use crate::weights::{self, Manifest, Match, ResidentWeights, WeightSource, WeightVersion};
 
 impl<W: Retention> Engine<Sleeping<W>> {
@@ -120,13 +120,9 @@ impl sealed::Retention for Discarded {
         matched: &Match,
         source: &mut dyn WeightSource,
     ) -> Result<(ResidentWeights, LoadReport), (Self, LoadError)> {
-        let Discarded { mut reserved, last } = self;
-        match fill(core, &mut reserved, last, matched, source) {
-            Ok(report) => {
-                Ok((ResidentWeights::new(reserved, core.parts.layout.clone(), report.version), report))
-            }
-            Err(error) => Err((Discarded { reserved, last }, error)),
-        }
+        let Discarded { reserved, last } = self;
+        load_into(core, reserved, last, matched, source)
+            .map_err(|(reserved, error)| (Discarded { reserved, last }, error))
     }
 }
 
@@ -153,20 +149,30 @@ impl sealed::Retention for Kept {
     ) -> Result<(ResidentWeights, LoadReport), (Self, LoadError)> {
         let previous = Some(self.0.version());
         match self.0 {
-            KeptWeights::Parked { bytes, mut reserved, version } => {
-                match fill(core, &mut reserved, previous, matched, source) {
-                    Ok(report) => {
-                        let layout = core.parts.layout.clone();
-                        Ok((ResidentWeights::new(reserved, layout, report.version), report))
-                    }
-                    Err(error) => Err((Kept(KeptWeights::Parked { bytes, reserved, version }), error)),
-                }
+            KeptWeights::Parked { bytes, reserved, version } => {
+                load_into(core, reserved, previous, matched, source).map_err(|(reserved, error)| {
+                    (Kept(KeptWeights::Parked { bytes, reserved, version }), error)
+                })
             }
             KeptWeights::Resident(mut current) => match replace(core, &mut current, matched, source) {
                 Ok(report) => Ok((current, report)),
                 Err(error) => Err((Kept(KeptWeights::Resident(current)), error)),
             },
         }
+    }
+}
+
+/// Loads into a range that holds nothing; on an error it comes back so.
+fn load_into(
+    core: &Core,
+    mut reserved: Arena,
+    previous: Option<WeightVersion>,
+    matched: &Match,
+    source: &mut dyn WeightSource,
+) -> Result<(ResidentWeights, LoadReport), (Arena, LoadError)> {
+    match fill(core, &mut reserved, previous, matched, source) {
+        Ok(report) => Ok((ResidentWeights::new(reserved, core.parts.layout.clone(), report.version), report)),
+        Err(error) => Err((reserved, error)),
     }
 }
 
@@ -195,7 +201,7 @@ fn fill(
 ) -> Result<LoadReport, LoadError> {
     let begin = Instant::now();
     let parts = &*core.parts;
-    arena.commit(parts.layout.bytes).map_err(|error: DeviceError| LoadError::from(error))?;
+    arena.commit(parts.layout.bytes)?;
     let digest =
         match weights::transfer(&*parts.device, arena, &parts.layout, &parts.manifest, matched, source) {
             Ok(digest) => digest,

@@ -146,11 +146,9 @@ impl LiveSample {
         VersionSpan::push(&mut completion.versions, version);
         self.sampler.observe(sampled.token);
         if let Some(by) = stop_cause(params, eos, &completion.tokens) {
-            completion.finish_reason = FinishReason::Stop { by };
-            self.ended = true;
+            self.end(FinishReason::Stop { by });
         } else if completion.tokens.len() >= params.max_new_tokens {
-            completion.finish_reason = FinishReason::Length;
-            self.ended = true;
+            self.end(FinishReason::Length);
         }
     }
 
@@ -158,7 +156,6 @@ impl LiveSample {
     pub(crate) fn end(&mut self, reason: FinishReason) {
         self.completion.finish_reason = reason;
         self.ended = true;
-        self.seq = None;
     }
 }
 

@@ -120,23 +120,26 @@ impl Serving<'_> {
         for request in self.mailbox.submissions.drain(..) {
             self.executor.start(request);
         }
+        self.deliver();
+    }
+
+    /// Hands what has ended to the mailbox.
+    fn deliver(&mut self) {
         let ended = self.executor.take_ended();
         self.mailbox.deliver(ended);
     }
 
+    /// Ends requests that were collected; returns those that were live.
     pub(crate) fn abort(&mut self, ids: &[RequestId]) -> Vec<RequestId> {
-        self.collect();
         let aborted = self.executor.abort(ids);
-        let ended = self.executor.take_ended();
-        self.mailbox.deliver(ended);
+        self.deliver();
         aborted
     }
 
     pub(crate) fn step(&mut self, weights: &ResidentWeights) -> Result<Progress, StepError> {
         self.collect();
         let progress = self.executor.step(weights);
-        let ended = self.executor.take_ended();
-        self.mailbox.deliver(ended);
+        self.deliver();
         progress
     }
 
