@@ -67,7 +67,7 @@ impl Checkpoint {
     }
 
     /// Finds the files and what the index says of them, without opening a shard.
-    fn plan(&self) -> Result<Plan, SourceError> {
+    fn list_shards(&self) -> Result<Plan, SourceError> {
         let exists = |path: &Path| match std::fs::symlink_metadata(path) {
             Ok(_) => Ok(true),
             Err(fault) if fault.kind() == std::io::ErrorKind::NotFound => Ok(false),
@@ -121,7 +121,7 @@ impl Checkpoint {
 impl WeightSource for Checkpoint {
     fn index(&mut self) -> Result<Vec<TensorSpec>, SourceError> {
         *self = Checkpoint::at(std::mem::take(&mut self.directory));
-        let listed = self.plan().and_then(|plan| self.index_shards(plan));
+        let listed = self.list_shards().and_then(|plan| self.index_shards(plan));
         if listed.is_err() {
             // Half an index must not be readable.
             *self = Checkpoint::at(std::mem::take(&mut self.directory));

@@ -7,8 +7,35 @@ use super::{DType, TensorSpec};
 
 /// A set of named tensors that can be listed and then read, one at a time, in any order.
 ///
-/// A load calls [`index`](WeightSource::index) once, then [`read`](WeightSource::read) for the tensors it
-/// wants, then [`finish`](WeightSource::finish); its result counts only if all of them succeed.
+/// A load calls [`index`](WeightSource::index) once, [`plan`](WeightSource::plan) once, then
+/// [`read`](WeightSource::read) for the tensors it wants, then [`finish`](WeightSource::finish); its result
+/// counts only if all of them succeed. Only `index` and `read` have to be written:
+///
+/// ```
+/// use dormouse::{DType, SourceError, TensorSpec, WeightSource};
+///
+/// /// The tensors of some framework.
+/// struct Policy(Vec<(String, Vec<usize>, Vec<f32>)>);
+///
+/// impl WeightSource for Policy {
+///     fn index(&mut self) -> Result<Vec<TensorSpec>, SourceError> {
+///         let spec = |(name, shape, _): &(String, Vec<usize>, Vec<f32>)| TensorSpec {
+///             name: name.clone(),
+///             dtype: DType::F32,
+///             shape: shape.clone(),
+///         };
+///         Ok(self.0.iter().map(spec).collect())
+///     }
+///
+///     fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
+///         let (_, _, values) = &self.0[tensor];
+///         for piece in values.chunks(4096) {
+///             sink(&piece.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>());
+///         }
+///         Ok(())
+///     }
+/// }
+/// ```
 pub trait WeightSource {
     /// Lists the tensors that the source holds now; nothing from an earlier load is reused.
     ///
@@ -24,6 +51,16 @@ pub trait WeightSource {
     /// [`DType`]'s, so that a needed one is reported as what it is and not as missing.
     fn unsupported(&self) -> &[UnsupportedTensor] {
         &[]
+    }
+
+    /// Says which tensors of the last index will be read, by position, each once and in this order, so that a
+    /// source can fetch ahead. A load that fails reads fewer.
+    ///
+    /// # Errors
+    /// A [`SourceError`] if the source can't deliver them.
+    fn plan(&mut self, tensors: &[usize]) -> Result<(), SourceError> {
+        let _ = tensors;
+        Ok(())
     }
 
     /// Hands the bytes of the tensor at a position of the last index to `sink`: in order, in pieces of any
@@ -51,6 +88,10 @@ macro_rules! forward_weight_source {
 
         fn unsupported(&self) -> &[UnsupportedTensor] {
             <$target>::unsupported(self)
+        }
+
+        fn plan(&mut self, tensors: &[usize]) -> Result<(), SourceError> {
+            <$target>::plan(self, tensors)
         }
 
         fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
@@ -215,6 +256,9 @@ pub enum SourceError {
         /// Length of the last index; 0 before the first.
         count: usize,
     },
+    /// A framework's own source failed.
+    #[error(transparent)]
+    Custom(Box<dyn std::error::Error + Send + Sync>),
 }
 
 fn placed(listed_in: Option<&str>) -> String {
