@@ -41,13 +41,18 @@ pub(crate) trait Device: Send + Sync + std::fmt::Debug {
     /// Bytes that a matrix takes in this device's packed layout; a multiple of 64.
     fn matrix_bytes(&self, shape: MatrixShape) -> usize;
 
+    /// Rows that are packed together: writing multiples of them, from a multiple on, is fastest.
+    fn packed_rows(&self) -> usize;
+
     /// Packs `src` (row-major, `shape.dtype`, a whole number of rows of `shape.cols`) into rows
     /// `first_row..` of the packed matrix `dst`. `dst` was all zero bytes before its first write.
     fn write_rows(&self, dst: ViewMut<'_, u8>, shape: MatrixShape, first_row: usize, src: &[u8]);
 
     /// The inverse of [`Device::write_rows`]: unpacks whole rows, starting at `first_row`, into `out`.
-    #[cfg(test)]
     fn read_rows(&self, src: View<'_, u8>, shape: MatrixShape, first_row: usize, out: &mut [u8]);
+
+    /// Copies bytes from one place in the device's memory to another.
+    fn copy_bytes(&self, dst: ViewMut<'_, u8>, src: View<'_, u8>);
 
     /// Copies bytes in.
     fn write_bytes(&self, dst: ViewMut<'_, u8>, src: &[u8]);

@@ -16,6 +16,7 @@ mod builder;
 mod core;
 mod error;
 mod executor;
+mod inspect;
 mod load;
 mod report;
 mod requests;
@@ -25,6 +26,9 @@ mod sleep;
 mod state;
 #[cfg(test)]
 mod tests;
+mod transaction;
+mod update;
+mod update_error;
 mod wake;
 
 pub use awake::{Aborted, StepOutput};
@@ -32,10 +36,14 @@ pub use builder::{EngineBuilder, KvCapacity, SimdPath};
 pub use error::{
     BuildError, Error, Failed, GenerateError, LoadError, RestoreError, SleepError, StepError, WakeError,
 };
-pub use report::{EngineStats, LoadReport, MemoryReport, Settled, SleepReport, WakeReport};
+pub use inspect::{TensorError, VerifyError, VerifyReport, WeightTensor};
+pub use load::Load;
+pub use report::{EngineStats, LoadReport, MemoryReport, Settled, SleepReport, UpdateReport, WakeReport};
 pub use session::Session;
 pub use sleep::{InFlight, KeepWeights, OnDeadline, SleepOptions};
-pub use state::{Awake, Discarded, Kept, Retention, Sleeping, State, WeightsLoaded};
+pub use state::{Awake, Discarded, Kept, Resident, Retention, Sleeping, State, WeightsLoaded};
+pub use update::Update;
+pub use update_error::{BeginError, CommitError, UpdateError};
 
 use self::core::Core;
 use crate::model::ModelConfig;

@@ -1,30 +1,43 @@
-//! Weights: what a model needs, where they come from, what they are (digest, version).
+//! Weights: what a model needs, where they come from, how they come in, what they are (digest, version).
 
 mod bounded;
 mod checkpoint;
+mod convert;
 mod digest;
+mod intake;
 mod json;
 mod layout;
+mod loaded;
 mod manifest;
+mod names;
+mod options;
 mod resident;
 mod safetensors;
 mod source;
 mod spec;
 #[cfg(test)]
 pub(crate) mod testing;
+mod version;
 mod views;
 
 pub(crate) use bounded::{ReadError, read_bounded};
 pub use checkpoint::Checkpoint;
-pub use digest::{ParseDigestError, WeightVersion, WeightsDigest};
-pub(crate) use digest::{TensorDigest, TensorHasher};
-pub(crate) use json::UniqueKeys;
+pub(crate) use digest::TensorHasher;
+pub use digest::{ParseDigestError, TensorDigest, WeightsDigest};
+pub(crate) use intake::{FinishError, Intake, IntakeShape, Memory, NoMemory, Received};
+pub use intake::{PieceError, PushError, TransferError};
+pub(crate) use json::{UniqueKeys, cut};
 pub use layout::MixedDTypes;
 pub(crate) use layout::WeightLayout;
-pub use manifest::{Manifest, Match, TiedHead, WeightsMismatch, WrongDType, WrongShape};
-pub use resident::TransferError;
-pub(crate) use resident::{ResidentWeights, transfer};
+pub(crate) use loaded::{LoadedWeights, Torn};
+pub(crate) use manifest::LM_HEAD;
+pub use manifest::{Incomplete, Manifest, Match, TiedHead, WeightsMismatch, WrongDType, WrongShape};
+pub use names::NameMap;
+pub use options::{LoadOptions, UpdateMode, UpdateOptions};
+pub(crate) use resident::{Identity, ResidentWeights, copy_unwanted, read_rows};
 pub use safetensors::{SafetensorsBytes, SafetensorsError, SafetensorsFile};
 pub use source::{SourceError, UnsupportedTensor, WeightSource};
 pub use spec::{DType, TensorSpec};
+pub(crate) use version::MAX_LABEL_BYTES;
+pub use version::WeightVersion;
 pub use views::TensorSet;

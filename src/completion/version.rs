@@ -1,6 +1,7 @@
 //! Which weights made which tokens.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -8,9 +9,9 @@ use crate::weights::{WeightVersion, WeightsDigest};
 
 /// Consecutive tokens of a completion that one version of the weights made.
 ///
-/// In JSON: `{"counter": 1, "digest": "<64 hex digits>", "start": 0, "end": 10}`.
+/// In JSON: `{"counter": 1, "digest": "<64 hex digits>", "start": 0, "end": 10}`, with a `label` if there is one.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "SpanWire", into = "SpanWire")]
+#[serde(from = "SpanWire", into = "SpanWire")]
 pub struct VersionSpan {
     /// The weights. In a resumed request this is the caller's word: it is passed on, never trusted.
     pub version: WeightVersion,
@@ -20,11 +21,11 @@ pub struct VersionSpan {
 
 impl VersionSpan {
     /// Records that `version` made the next token.
-    pub(crate) fn push(spans: &mut Vec<VersionSpan>, version: WeightVersion) {
+    pub(crate) fn push(spans: &mut Vec<VersionSpan>, version: &WeightVersion) {
         let end = spans.last().map_or(0, |last| last.tokens.end);
         match spans.last_mut() {
-            Some(last) if last.version == version => last.tokens.end += 1,
-            _ => spans.push(VersionSpan { version, tokens: end..end + 1 }),
+            Some(last) if last.version == *version => last.tokens.end += 1,
+            _ => spans.push(VersionSpan { version: version.clone(), tokens: end..end + 1 }),
         }
     }
 
@@ -49,44 +50,24 @@ impl VersionSpan {
 #[serde(deny_unknown_fields)]
 struct SpanWire {
     counter: u64,
-    digest: String,
+    digest: WeightsDigest,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    label: Option<String>,
     start: usize,
     end: usize,
 }
 
 impl From<VersionSpan> for SpanWire {
     fn from(span: VersionSpan) -> Self {
-        let VersionSpan { version, tokens } = span;
-        let digest = version.digest.as_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
-        SpanWire { counter: version.counter, digest, start: tokens.start, end: tokens.end }
+        let VersionSpan { version: WeightVersion { counter, digest, label }, tokens } = span;
+        let label = label.as_deref().map(str::to_owned);
+        SpanWire { counter, digest, label, start: tokens.start, end: tokens.end }
     }
 }
 
-/// A version span whose digest cannot be read.
-#[derive(Debug, thiserror::Error)]
-#[error("digest of {bytes} bytes, not 64 hex digits")]
-struct DigestFormError {
-    bytes: usize,
-}
-
-impl TryFrom<SpanWire> for VersionSpan {
-    type Error = DigestFormError;
-
-    fn try_from(wire: SpanWire) -> Result<Self, DigestFormError> {
-        let digest = parse_hex(&wire.digest).ok_or(DigestFormError { bytes: wire.digest.len() })?;
-        let version = WeightVersion { counter: wire.counter, digest: WeightsDigest::from_bytes(digest) };
-        Ok(VersionSpan { version, tokens: wire.start..wire.end })
+impl From<SpanWire> for VersionSpan {
+    fn from(wire: SpanWire) -> Self {
+        let SpanWire { counter, digest, label, start, end } = wire;
+        VersionSpan { version: WeightVersion { counter, digest, label: label.map(Arc::from) }, tokens: start..end }
     }
-}
-
-fn parse_hex(text: &str) -> Option<[u8; 32]> {
-    if text.len() != 64 {
-        return None;
-    }
-    let nibble = |digit: u8| char::from(digit).to_digit(16).map(|value| value as u8);
-    let mut digest = [0; 32];
-    for (byte, digits) in digest.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
-        *byte = nibble(digits[0])? << 4 | nibble(digits[1])?;
-    }
-    Some(digest)
 }

@@ -62,8 +62,9 @@ pub(crate) trait Pages: std::any::Any + Send + Sync + std::fmt::Debug {
     fn commit(&mut self, bytes: usize) -> Result<(), DeviceError>;
     /// Gives all memory back to the system before it returns.
     fn decommit(&mut self);
-    /// Replaces this arena's memory with that of `staged` (same device, same committed size) without
-    /// copying, so that its contents appear at this arena's address.
+    /// Puts the memory of `staged` (same device) in place of this arena's, which holds as much or nothing,
+    /// without copying, so that its contents appear at this arena's address. On an error this arena is as it
+    /// was.
     fn adopt(&mut self, staged: Box<dyn Pages>) -> Result<(), DeviceError>;
 }
 
@@ -107,10 +108,14 @@ impl Arena {
         std::mem::take(&mut self.committed)
     }
 
-    /// Takes over the memory of `staged`, at this arena's address.
+    /// Takes over the memory of `staged`, at this arena's address. On an error this arena is as it was.
     pub(crate) fn adopt(&mut self, staged: Arena) -> Result<(), DeviceError> {
-        assert_eq!(self.committed, staged.committed, "staged memory has the size of what it replaces");
-        self.pages.adopt(staged.pages)
+        let bytes = staged.committed;
+        assert!(self.committed == 0 || self.committed == bytes, "staged memory replaces as much, or nothing");
+        assert!(bytes <= self.reserved, "{bytes} bytes adopted of {} reserved", self.reserved);
+        self.pages.adopt(staged.pages)?;
+        self.committed = bytes;
+        Ok(())
     }
 
     /// Elements `[offset, offset + len)`, `offset` in elements.

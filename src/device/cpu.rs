@@ -98,13 +98,20 @@ impl Device for CpuDevice {
         packed::packed_bytes(shape)
     }
 
+    fn packed_rows(&self) -> usize {
+        simd::LANES
+    }
+
     fn write_rows(&self, dst: ViewMut<'_, u8>, shape: MatrixShape, first_row: usize, src: &[u8]) {
         packed::write(&self.pool, slice_mut(dst), shape, first_row, src);
     }
 
-    #[cfg(test)]
     fn read_rows(&self, src: View<'_, u8>, shape: MatrixShape, first_row: usize, out: &mut [u8]) {
         packed::read(&self.pool, slice(&src), shape, first_row, out);
+    }
+
+    fn copy_bytes(&self, dst: ViewMut<'_, u8>, src: View<'_, u8>) {
+        host::copy(&self.pool, slice(&src), slice_mut(dst));
     }
 
     fn write_bytes(&self, dst: ViewMut<'_, u8>, src: &[u8]) {

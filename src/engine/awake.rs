@@ -136,7 +136,7 @@ impl Engine<Awake> {
 
     /// Version of the weights that serve.
     pub fn version(&self) -> WeightVersion {
-        self.state.weights.version()
+        self.state.weights.version().clone()
     }
 
     /// What waking did.

@@ -183,8 +183,11 @@ impl EngineBuilder {
                 return Err(BuildError::NoCheckpoint);
             }
         };
+        // A dtype that was asked for is what the checkpoint is converted to.
+        let options = LoadOptions { convert_dtypes: self.dtype.is_some(), ..LoadOptions::default() };
         let asleep = self.build_asleep()?;
-        let loaded = asleep.load_weights(Checkpoint::at(directory)).map_err(|Failed { error, .. }| error)?;
+        let loaded = asleep.load_weights_with(Checkpoint::at(directory), options);
+        let loaded = loaded.map_err(|Failed { error, .. }| error)?;
         loaded.wake_up().map_err(|Failed { error, .. }| error.into())
     }
 

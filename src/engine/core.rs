@@ -6,7 +6,7 @@ use crate::device::{Device, KvShape};
 use crate::kv::PrefixCache;
 use crate::model::{ModelConfig, Transformer};
 use crate::scheduler::SchedulerConfig;
-use crate::weights::{Manifest, WeightLayout, WeightVersion};
+use crate::weights::{IntakeShape, Manifest, WeightLayout, WeightVersion};
 
 /// Sizes fixed when the engine was built.
 #[derive(Debug, Clone)]
@@ -25,7 +25,7 @@ pub(crate) struct Limits {
 pub(crate) struct Parts {
     pub(crate) device: Arc<dyn Device>,
     pub(crate) config: Arc<ModelConfig>,
-    pub(crate) manifest: Manifest,
+    pub(crate) manifest: Arc<Manifest>,
     pub(crate) layout: Arc<WeightLayout>,
     pub(crate) transformer: Transformer,
     pub(crate) limits: Limits,
@@ -54,7 +54,7 @@ impl Core {
             transformer: Transformer::new(Arc::clone(&config)),
             device,
             config,
-            manifest,
+            manifest: Arc::new(manifest),
             layout: Arc::new(layout),
             limits,
         };
@@ -63,6 +63,12 @@ impl Core {
 }
 
 impl Parts {
+    /// What weights come in for.
+    pub(crate) fn intake_shape(&self) -> IntakeShape {
+        let Self { device, manifest, layout, .. } = self;
+        IntakeShape { device: device.clone(), manifest: manifest.clone(), layout: layout.clone() }
+    }
+
     pub(crate) fn scheduler_config(&self, version: &WeightVersion) -> SchedulerConfig {
         SchedulerConfig {
             block_size: self.limits.kv.block_size,

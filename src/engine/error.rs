@@ -3,12 +3,14 @@
 use std::fmt;
 use std::time::Duration;
 
-use super::{Engine, State};
+use super::{BeginError, CommitError, Engine, State, UpdateError};
 use crate::completion::CompletionError;
 use crate::device::DeviceError;
 use crate::model::ConfigError;
 use crate::request::RequestError;
-use crate::weights::{MixedDTypes, SourceError, TransferError, WeightsMismatch};
+use crate::weights::{
+    MixedDTypes, PushError, SourceError, TransferError, WeightVersion, WeightsMismatch,
+};
 
 /// A transition that failed, with the engine as it was before: usable, in the same state.
 ///
@@ -33,6 +35,11 @@ pub struct Failed<S: State, E> {
 impl<S: State, E> Failed<S, E> {
     pub(crate) fn new(engine: Engine<S>, error: E) -> Self {
         Self { engine: Box::new(engine), error }
+    }
+
+    /// The same engine with another reason.
+    pub(crate) fn map<T>(self, error: impl FnOnce(E) -> T) -> Failed<S, T> {
+        Failed { engine: self.engine, error: error(self.error) }
     }
 
     /// The engine and the reason.
@@ -148,13 +155,16 @@ pub enum SleepError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
+    /// The options can't be met, or there is no memory.
+    #[error(transparent)]
+    Begin(#[from] BeginError),
     /// The source's index could not be read.
     #[error(transparent)]
     Source(#[from] SourceError),
     /// The source is not a complete, fitting set: every fault is listed.
     #[error(transparent)]
     Mismatch(#[from] Box<WeightsMismatch>),
-    /// The contents did not arrive as the index had said.
+    /// The contents did not arrive as the index had said, or are not acceptable.
     #[error(transparent)]
     Transfer(#[from] TransferError),
     /// The device refused.
@@ -175,6 +185,13 @@ pub enum RestoreError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WakeError {
+    /// An update in place began and did not commit: the weights are part old, part new. A complete update or
+    /// [`Engine::discard_weights`] and a load lead out.
+    #[error("the weights are torn by an update in place that did not commit (last whole: {last})")]
+    Torn {
+        /// Version of the last whole weights.
+        last: WeightVersion,
+    },
     /// The device refused the KV cache or the activations.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -235,6 +252,18 @@ pub enum Error {
     /// From a load.
     #[error(transparent)]
     Load(LoadError),
+    /// From the begin of a load or an update.
+    #[error(transparent)]
+    Begin(#[from] BeginError),
+    /// From a push.
+    #[error(transparent)]
+    Push(#[from] PushError),
+    /// From a commit.
+    #[error(transparent)]
+    Commit(#[from] CommitError),
+    /// From an update.
+    #[error(transparent)]
+    Update(#[from] UpdateError),
     /// From a restore.
     #[error(transparent)]
     Restore(RestoreError),
@@ -263,5 +292,7 @@ macro_rules! from_failed {
 }
 from_failed!(SleepError, Sleep);
 from_failed!(LoadError, Load);
+from_failed!(BeginError, Begin);
+from_failed!(CommitError, Commit);
 from_failed!(RestoreError, Restore);
 from_failed!(WakeError, Wake);

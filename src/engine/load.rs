@@ -1,4 +1,4 @@
-//! Sleeping → WeightsLoaded: a complete load from a source, or a restore of kept weights.
+//! Sleeping → WeightsLoaded: a complete load, from a source or piece by piece, or a restore of kept weights.
 
 use std::time::Instant;
 
@@ -7,9 +7,12 @@ use tracing::info_span;
 use super::core::Core;
 use super::report::{LoadReport, MemoryReport};
 use super::state::{Discarded, Kept, KeptWeights, Retention, Sleeping, WeightsLoaded, sealed};
-use super::{Engine, Failed, LoadError, RestoreError};
-use crate::device::Arena;
-use crate::weights::{self, Manifest, Match, ResidentWeights, WeightSource, WeightVersion};
+use super::transaction::{Transaction, forward_pushes};
+use super::{BeginError, CommitError, Engine, Failed, LoadError, RestoreError};
+use crate::device::{Arena, DeviceError};
+use crate::weights::{
+    Identity, Intake, LoadOptions, LoadedWeights, PushError, ResidentWeights, WeightSource, WeightVersion,
+};
 
 impl<W: Retention> Engine<Sleeping<W>> {
     /// Loads a complete set of weights from `source` and gives it a new version. All tensors or none: the
@@ -23,30 +26,102 @@ impl<W: Retention> Engine<Sleeping<W>> {
     /// [`LoadError`], with the engine asleep as before; kept weights are still kept, bit for bit.
     pub fn load_weights(
         self,
+        source: impl WeightSource,
+    ) -> Result<Engine<WeightsLoaded>, Failed<Sleeping<W>, LoadError>> {
+        self.load_weights_with(source, LoadOptions::default())
+    }
+
+    /// [`Engine::load_weights`] with names mapped, dtypes converted, values checked or a label.
+    ///
+    /// # Errors
+    /// [`LoadError`], with the engine asleep as before; kept weights are still kept, bit for bit.
+    pub fn load_weights_with(
+        self,
         mut source: impl WeightSource,
+        options: LoadOptions,
     ) -> Result<Engine<WeightsLoaded>, Failed<Sleeping<W>, LoadError>> {
         let _span = info_span!("load_weights").entered();
-        let (mut core, state) = self.into_parts();
-        let Sleeping { weights, reservations, carried, report: slept } = state;
-        let begin = Instant::now();
-        let loaded = match check(&core.parts.manifest, &mut source) {
-            Ok(matched) => {
-                let check = begin.elapsed();
-                weights.receive(&core, &matched, &mut source).map(|received| (received, check))
+        let mut load = self.begin_load(options).map_err(|failed| failed.map(LoadError::from))?;
+        match load.transaction.push_all(&mut load.staged, &mut source, true) {
+            Ok(()) => load.commit().map_err(|failed| failed.map(LoadError::from)),
+            Err(error) => Err(Failed::new(load.abandon(), error.into())),
+        }
+    }
+
+    /// Begins a load that brings the weights piece by piece; they are complete or nothing.
+    ///
+    /// # Errors
+    /// [`BeginError`], with the engine asleep as before.
+    pub fn begin_load(self, options: LoadOptions) -> Result<Load<W>, Failed<Sleeping<W>, BeginError>> {
+        match self.core.stage(&options) {
+            Ok(staged) => {
+                let label = options.label.clone();
+                let intake = Intake::complete(self.core.parts.intake_shape(), options);
+                let transaction = Transaction::new(&self.core, intake, label);
+                Ok(Load { engine: self, staged, transaction })
             }
-            Err(error) => Err((weights, error)),
+            Err(error) => Err(Failed::new(self, error)),
+        }
+    }
+}
+
+/// A load of a sleeping engine that brings the weights piece by piece, see [`Engine::begin_load`].
+///
+/// It holds the engine, and gives it back: loaded by [`commit`](Load::commit), asleep as it was by
+/// [`abandon`](Load::abandon). Dropping it drops the engine.
+#[derive(Debug)]
+#[must_use = "dropping a load drops its engine"]
+pub struct Load<W: Retention> {
+    engine: Engine<Sleeping<W>>,
+    staged: Arena,
+    transaction: Transaction,
+}
+
+forward_pushes!([W: Retention] Load<W>, |load| &mut load.staged);
+
+impl<W: Retention> Load<W> {
+    /// Makes what arrived the engine's weights, under a new version.
+    ///
+    /// # Errors
+    /// [`CommitError`], with the engine asleep as before; kept weights are still kept, bit for bit.
+    pub fn commit(self) -> Result<Engine<WeightsLoaded>, Failed<Sleeping<W>, CommitError>> {
+        let Self { engine, staged, transaction } = self;
+        let arrived = match transaction.finish() {
+            Ok(arrived) => arrived,
+            Err(error) => return Err(Failed::new(engine, error)),
         };
-        let ((weights, mut report), check) = match loaded {
-            Ok(loaded) => loaded,
+        let begin = Instant::now();
+        let (mut core, state) = engine.into_parts();
+        let Sleeping { weights, reservations, carried, report: slept } = state;
+        let (previous, resident_bytes) = (weights.previous(), weights.memory().weights_bytes);
+        let weights = match weights.replace(&core, staged, arrived.identity) {
+            Ok(weights) => weights,
             Err((weights, error)) => {
                 let state = Sleeping { weights, reservations, carried, report: slept };
-                return Err(Failed::new(Engine { core, state }, error));
+                return Err(Failed::new(Engine { core, state }, error.into()));
             }
         };
-        report.check = check;
+        let bytes = weights.bytes() as u64;
+        let report = LoadReport {
+            version: weights.version().clone(),
+            previous,
+            tensors: arrived.received.tensors,
+            received_bytes: arrived.received.received_bytes,
+            taken_bytes: bytes - resident_bytes,
+            peak_weights_bytes: bytes + resident_bytes,
+            peak_waiting_bytes: arrived.received.peak_waiting_bytes,
+            open: arrived.open,
+            receiving: arrived.receiving,
+            commit: begin.elapsed(),
+        };
         core.version_counter = report.version.counter;
         tracing::info!(?report, "weights loaded");
-        Ok(Engine { core, state: WeightsLoaded { weights, reservations, carried, report } })
+        Ok(Engine::loaded(core, weights, reservations, carried, report))
+    }
+
+    /// Gives the engine back, asleep as it was.
+    pub fn abandon(self) -> Engine<Sleeping<W>> {
+        self.engine
     }
 }
 
@@ -62,48 +137,65 @@ impl Engine<Sleeping<Kept>> {
         let Sleeping { weights: Kept(kept), reservations, carried, report: slept } = state;
         let (weights, taken_bytes) = match kept {
             KeptWeights::Resident(weights) => (weights, 0),
-            KeptWeights::Parked { bytes, mut reserved, version } => {
+            KeptWeights::Parked { bytes, mut reserved, identity } => {
                 if let Err(error) = reserved.commit(bytes.len()) {
-                    let kept = Kept(KeptWeights::Parked { bytes, reserved, version });
+                    let kept = Kept(KeptWeights::Parked { bytes, reserved, identity });
                     let state = Sleeping { weights: kept, reservations, carried, report: slept };
                     return Err(Failed::new(Engine { core, state }, error.into()));
                 }
                 core.parts.device.write_bytes(reserved.view_mut(0, bytes.len()), bytes.as_slice());
                 let layout = core.parts.layout.clone();
-                (ResidentWeights::new(reserved, layout, version), bytes.len() as u64)
+                (ResidentWeights::new(reserved, layout, identity), bytes.len() as u64)
             }
         };
         let report = LoadReport {
-            version: weights.version(),
-            previous: Some(weights.version()),
+            version: weights.version().clone(),
+            previous: Some(weights.version().clone()),
             tensors: 0,
             received_bytes: 0,
             taken_bytes,
             peak_weights_bytes: weights.bytes() as u64,
-            check: std::time::Duration::ZERO,
-            transfer: begin.elapsed(),
+            peak_waiting_bytes: 0,
+            open: std::time::Duration::ZERO,
+            receiving: std::time::Duration::ZERO,
+            commit: begin.elapsed(),
         };
         tracing::info!(?report, "weights restored");
-        Ok(Engine { core, state: WeightsLoaded { weights, reservations, carried, report } })
+        Ok(Engine::loaded(core, weights, reservations, carried, report))
     }
 }
 
 impl Engine<WeightsLoaded> {
+    fn loaded(
+        core: Core,
+        weights: ResidentWeights,
+        reservations: super::state::Reservations,
+        carried: super::state::Carried,
+        report: LoadReport,
+    ) -> Self {
+        let weights = LoadedWeights::new(weights, core.parts.layout.clone());
+        Engine { core, state: WeightsLoaded { weights, reservations, carried, report } }
+    }
+
     /// What the load or restore did.
     pub fn report(&self) -> &LoadReport {
         &self.state.report
     }
 
-    /// Version of the weights that are resident.
-    pub fn version(&self) -> WeightVersion {
-        self.state.weights.version()
+    /// Version of the weights; `None` if an update in place has torn them.
+    pub fn version(&self) -> Option<WeightVersion> {
+        self.state.weights.identity().ok().map(|identity| identity.version.clone())
     }
 }
 
-/// Compares the source's index with the manifest.
-fn check(manifest: &Manifest, source: &mut dyn WeightSource) -> Result<Match, LoadError> {
-    let offered = source.index()?;
-    Ok(manifest.check_all(&offered, source.unsupported())?)
+impl Core {
+    /// Takes memory beside the current weights for new ones.
+    pub(super) fn stage(&self, options: &LoadOptions) -> Result<Arena, BeginError> {
+        BeginError::check(options)?;
+        let mut staged = self.parts.device.reserve("staged weights", self.parts.layout.bytes)?;
+        staged.commit(self.parts.layout.bytes)?;
+        Ok(staged)
+    }
 }
 
 impl sealed::Retention for Discarded {
@@ -113,16 +205,21 @@ impl sealed::Retention for Discarded {
         MemoryReport::default()
     }
 
+    fn previous(&self) -> Option<WeightVersion> {
+        self.last.clone()
+    }
+
     #[expect(private_interfaces, reason = "sealed: nobody else can call it")]
-    fn receive(
-        self,
+    fn replace(
+        mut self,
         core: &Core,
-        matched: &Match,
-        source: &mut dyn WeightSource,
-    ) -> Result<(ResidentWeights, LoadReport), (Self, LoadError)> {
-        let Discarded { reserved, last } = self;
-        load_into(core, reserved, last, matched, source)
-            .map_err(|(reserved, error)| (Discarded { reserved, last }, error))
+        staged: Arena,
+        identity: Identity,
+    ) -> Result<ResidentWeights, (Self, DeviceError)> {
+        match self.reserved.adopt(staged) {
+            Ok(()) => Ok(ResidentWeights::new(self.reserved, core.parts.layout.clone(), identity)),
+            Err(error) => Err((self, error)),
+        }
     }
 }
 
@@ -140,84 +237,28 @@ impl sealed::Retention for Kept {
         }
     }
 
+    fn previous(&self) -> Option<WeightVersion> {
+        Some(self.0.version().clone())
+    }
+
     #[expect(private_interfaces, reason = "sealed: nobody else can call it")]
-    fn receive(
+    fn replace(
         self,
         core: &Core,
-        matched: &Match,
-        source: &mut dyn WeightSource,
-    ) -> Result<(ResidentWeights, LoadReport), (Self, LoadError)> {
-        let previous = Some(self.0.version());
+        staged: Arena,
+        identity: Identity,
+    ) -> Result<ResidentWeights, (Self, DeviceError)> {
         match self.0 {
-            KeptWeights::Parked { bytes, reserved, version } => {
-                load_into(core, reserved, previous, matched, source).map_err(|(reserved, error)| {
-                    (Kept(KeptWeights::Parked { bytes, reserved, version }), error)
-                })
-            }
-            KeptWeights::Resident(mut current) => match replace(core, &mut current, matched, source) {
-                Ok(report) => Ok((current, report)),
+            KeptWeights::Parked { bytes, mut reserved, identity: parked } => match reserved.adopt(staged) {
+                Ok(()) => Ok(ResidentWeights::new(reserved, core.parts.layout.clone(), identity)),
+                Err(error) => {
+                    Err((Kept(KeptWeights::Parked { bytes, reserved, identity: parked }), error))
+                }
+            },
+            KeptWeights::Resident(mut current) => match current.replace(staged, identity) {
+                Ok(()) => Ok(current),
                 Err(error) => Err((Kept(KeptWeights::Resident(current)), error)),
             },
         }
     }
-}
-
-/// Loads into a range that holds nothing; on an error it comes back so.
-fn load_into(
-    core: &Core,
-    mut reserved: Arena,
-    previous: Option<WeightVersion>,
-    matched: &Match,
-    source: &mut dyn WeightSource,
-) -> Result<(ResidentWeights, LoadReport), (Arena, LoadError)> {
-    match fill(core, &mut reserved, previous, matched, source) {
-        Ok(report) => Ok((ResidentWeights::new(reserved, core.parts.layout.clone(), report.version), report)),
-        Err(error) => Err((reserved, error)),
-    }
-}
-
-/// Builds the new weights beside the resident ones, then puts their pages in place.
-fn replace(
-    core: &Core,
-    current: &mut ResidentWeights,
-    matched: &Match,
-    source: &mut dyn WeightSource,
-) -> Result<LoadReport, LoadError> {
-    let mut staged = core.parts.device.reserve("staged weights", core.parts.layout.bytes)?;
-    let mut report = fill(core, &mut staged, Some(current.version()), matched, source)?;
-    report.peak_weights_bytes *= 2;
-    report.taken_bytes = 0;
-    current.replace(staged, report.version)?;
-    Ok(report)
-}
-
-/// Commits `arena` and streams the weights in; on an error it is given back.
-fn fill(
-    core: &Core,
-    arena: &mut Arena,
-    previous: Option<WeightVersion>,
-    matched: &Match,
-    source: &mut dyn WeightSource,
-) -> Result<LoadReport, LoadError> {
-    let begin = Instant::now();
-    let parts = &*core.parts;
-    arena.commit(parts.layout.bytes)?;
-    let digest =
-        match weights::transfer(&*parts.device, arena, &parts.layout, &parts.manifest, matched, source) {
-            Ok(digest) => digest,
-            Err(error) => {
-                arena.decommit();
-                return Err(error.into());
-            }
-        };
-    Ok(LoadReport {
-        version: WeightVersion { counter: core.version_counter + 1, digest },
-        previous,
-        tensors: parts.manifest.tensors().len(),
-        received_bytes: parts.manifest.bytes(),
-        taken_bytes: arena.committed() as u64,
-        peak_weights_bytes: arena.committed() as u64,
-        check: std::time::Duration::ZERO,
-        transfer: begin.elapsed(),
-    })
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::completion::RequestId;
-use crate::weights::WeightVersion;
+use crate::weights::{UpdateMode, WeightVersion};
 
 /// Device memory by part, bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -72,10 +72,40 @@ pub struct LoadReport {
     pub taken_bytes: u64,
     /// Most memory that weights took at any moment; twice the weights if they replaced resident ones.
     pub peak_weights_bytes: u64,
-    /// Time to compare the source's index with the manifest.
-    pub check: Duration,
-    /// Time to read, pack and digest (or to copy back).
-    pub transfer: Duration,
+    /// Most host memory that pieces took which had come before those in front of them.
+    pub peak_waiting_bytes: u64,
+    /// Time from the begin to the commit.
+    pub open: Duration,
+    /// Time of it within pushes: reading, converting, checking, digesting, packing.
+    pub receiving: Duration,
+    /// Time to make the weights current (or to copy parked ones back).
+    pub commit: Duration,
+}
+
+/// What an update did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UpdateReport {
+    /// Version of the weights that are resident now.
+    pub version: WeightVersion,
+    /// The version before them; of the last whole weights, if they were torn.
+    pub previous: WeightVersion,
+    /// Where the new weights were built.
+    pub mode: UpdateMode,
+    /// Tensors that came in.
+    pub tensors: usize,
+    /// Bytes received, in the layout they were sent in.
+    pub received_bytes: u64,
+    /// Most memory that weights took at any moment: twice the weights if staged, once if in place. The KV cache
+    /// takes none meanwhile.
+    pub peak_weights_bytes: u64,
+    /// Most host memory that pieces took which had come before those in front of them.
+    pub peak_waiting_bytes: u64,
+    /// Time from the begin to the commit.
+    pub open: Duration,
+    /// Time of it within pushes: reading, converting, checking, digesting, packing.
+    pub receiving: Duration,
+    /// Time to make the weights current.
+    pub commit: Duration,
 }
 
 /// What a wake did.

@@ -8,7 +8,7 @@ use super::core::Core;
 use super::report::{MemoryReport, Settled, SleepReport};
 use super::requests::LiveRequest;
 use super::serving::{Serving, Shared};
-use super::state::{Awake, Carried, Discarded, Kept, KeptWeights, Reservations, Sleeping};
+use super::state::{Awake, Carried, Discarded, Kept, KeptWeights, Reservations, Sleeping, WeightsLoaded};
 use super::{Engine, Failed, Retention, SleepError};
 use crate::completion::RequestOutput;
 use crate::device::cpu::HostBuffer;
@@ -110,12 +110,12 @@ impl Engine<Awake> {
                 let bytes = park(&core, &weights, bytes);
                 report.park = begin.elapsed();
                 let begin = Instant::now();
-                let version = weights.version();
+                let identity = weights.identity().clone();
                 let (reserved, freed) = weights.release();
                 report.freed.weights_bytes = freed as u64;
                 report.parked_bytes = bytes.len() as u64;
                 report.free += begin.elapsed();
-                KeptWeights::Parked { bytes, reserved, version }
+                KeptWeights::Parked { bytes, reserved, identity }
             }
         };
         tracing::info!(?report, "asleep");
@@ -136,7 +136,7 @@ impl Engine<Awake> {
         let (core, FellAsleep { weights, reservations, carried, mut report }) =
             self.fall_asleep(options.in_flight)?;
         let begin = Instant::now();
-        let last = Some(weights.version());
+        let last = Some(weights.version().clone());
         let (reserved, freed) = weights.release();
         report.freed.weights_bytes = freed as u64;
         report.free += begin.elapsed();
@@ -167,7 +167,7 @@ impl Engine<Awake> {
         let (kv, kv_freed) = closed.kv.release();
         let (workspace, workspace_freed) = closed.workspace.release();
         let report = SleepReport {
-            version: Some(weights.version()),
+            version: Some(weights.version().clone()),
             settled,
             blocks_dropped: closed.blocks_dropped,
             freed: MemoryReport {
@@ -182,6 +182,27 @@ impl Engine<Awake> {
         let carried = Carried { retracted: closed.retracted, settled: mailbox.take_finished() };
         let reservations = Reservations { kv, workspace };
         Ok((core, FellAsleep { weights, reservations, carried, report }))
+    }
+}
+
+impl Engine<WeightsLoaded> {
+    /// Goes back to sleep and discards the weights, whole or torn: only a complete load leads on. When this
+    /// returns, their memory is back with the system.
+    pub fn discard_weights(self) -> Engine<Sleeping<Discarded>> {
+        let _span = info_span!("discard_weights").entered();
+        let begin = Instant::now();
+        let (core, WeightsLoaded { weights, reservations, carried, .. }) = self.into_parts();
+        let last = weights.last_version().clone();
+        let (reserved, freed) = weights.release();
+        let report = SleepReport {
+            version: Some(last.clone()),
+            freed: MemoryReport { weights_bytes: freed as u64, ..MemoryReport::default() },
+            free: begin.elapsed(),
+            ..SleepReport::default()
+        };
+        tracing::info!(?report, "asleep");
+        let weights = Discarded { reserved, last: Some(last) };
+        Engine { core, state: Sleeping { weights, reservations, carried, report } }
     }
 }
 

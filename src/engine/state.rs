@@ -8,13 +8,14 @@ use super::serving::Shared;
 use crate::completion::RequestOutput;
 use crate::device::Arena;
 use crate::device::cpu::HostBuffer;
-use crate::weights::{ResidentWeights, WeightVersion};
+use crate::weights::{Identity, LoadedWeights, ResidentWeights, Torn, WeightVersion};
 
 /// What makes a state or a retention, out of other crates' reach.
 pub(super) mod sealed {
+    use crate::device::{Arena, DeviceError};
+    use crate::engine::MemoryReport;
     use crate::engine::core::Core;
-    use crate::engine::{LoadError, LoadReport, MemoryReport};
-    use crate::weights::{Match, ResidentWeights, WeightSource};
+    use crate::weights::{Identity, ResidentWeights, Torn, WeightVersion};
 
     #[expect(unnameable_types, reason = "this is what seals the states")]
     pub trait State {
@@ -30,14 +31,24 @@ pub(super) mod sealed {
         /// Memory that the weights hold, parked ones included.
         fn memory(&self) -> MemoryReport;
 
-        /// Takes in new weights. On an error it comes back as it was.
+        /// Version of the weights before.
+        fn previous(&self) -> Option<WeightVersion>;
+
+        /// Puts new weights in place of what is kept. On an error it comes back as it was.
         #[expect(private_interfaces, reason = "sealed: nobody else can call it")]
-        fn receive(
+        fn replace(
             self,
             core: &Core,
-            matched: &Match,
-            source: &mut dyn WeightSource,
-        ) -> Result<(ResidentWeights, LoadReport), (Self, LoadError)>;
+            staged: Arena,
+            identity: Identity,
+        ) -> Result<ResidentWeights, (Self, DeviceError)>;
+    }
+
+    #[expect(unnameable_types, reason = "this is what seals the states with weights")]
+    pub trait Resident: State {
+        /// The weights' memory, and what they are if they are whole.
+        #[expect(private_interfaces, reason = "sealed: nobody else can call it")]
+        fn resident(&self) -> Result<(&Arena, &Identity), &Torn>;
     }
 }
 
@@ -51,6 +62,9 @@ pub trait State: sealed::State + Debug + Send {
     /// The state's name, as messages give it.
     const NAME: &'static str;
 }
+
+/// A state in which weights are resident, so that they can be read: [`Awake`] or [`WeightsLoaded`]. Sealed.
+pub trait Resident: State + sealed::Resident {}
 
 /// What became of the weights at sleep: [`Kept`] or [`Discarded`]. Sealed.
 pub trait Retention: sealed::Retention + Debug + Send {}
@@ -96,22 +110,23 @@ pub(crate) enum KeptWeights {
     /// Where they were.
     Resident(ResidentWeights),
     /// Copied to host memory, the device's memory given back.
-    Parked { bytes: HostBuffer, reserved: Arena, version: WeightVersion },
+    Parked { bytes: HostBuffer, reserved: Arena, identity: Identity },
 }
 
 impl KeptWeights {
-    pub(crate) fn version(&self) -> WeightVersion {
+    pub(crate) fn version(&self) -> &WeightVersion {
         match self {
             KeptWeights::Resident(weights) => weights.version(),
-            KeptWeights::Parked { version, .. } => *version,
+            KeptWeights::Parked { identity, .. } => &identity.version,
         }
     }
 }
 
-/// Weights are resident and whole; no KV cache exists yet.
+/// Weights are resident; no KV cache exists yet. They are whole, unless an update in place began and did not
+/// commit: then they are torn, and the engine does not wake.
 #[derive(Debug)]
 pub struct WeightsLoaded {
-    pub(crate) weights: ResidentWeights,
+    pub(crate) weights: LoadedWeights,
     pub(crate) reservations: Reservations,
     pub(crate) carried: Carried,
     pub(crate) report: LoadReport,
@@ -158,3 +173,20 @@ impl State for WeightsLoaded {
 
 impl Retention for Kept {}
 impl Retention for Discarded {}
+
+impl sealed::Resident for Awake {
+    #[expect(private_interfaces, reason = "sealed: nobody else can call it")]
+    fn resident(&self) -> Result<(&Arena, &Identity), &Torn> {
+        Ok((self.weights.arena(), self.weights.identity()))
+    }
+}
+
+impl sealed::Resident for WeightsLoaded {
+    #[expect(private_interfaces, reason = "sealed: nobody else can call it")]
+    fn resident(&self) -> Result<(&Arena, &Identity), &Torn> {
+        self.weights.identity().map(|identity| (self.weights.arena(), identity))
+    }
+}
+
+impl Resident for Awake {}
+impl Resident for WeightsLoaded {}

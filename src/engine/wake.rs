@@ -12,29 +12,40 @@ use super::state::{Awake, Reservations, WeightsLoaded};
 use super::{Engine, Failed, WakeError};
 use crate::device::DeviceError;
 use crate::model::{KvMemory, Workspace};
+use crate::weights::LoadedWeights;
 
 impl Engine<WeightsLoaded> {
     /// Wakes with an empty KV cache, at the addresses it had. Retracted requests are queued again, first.
     ///
     /// # Errors
-    /// [`WakeError`], with the weights loaded as before; nothing was taken, and waking may be tried again.
+    /// [`WakeError`], with the weights loaded as before; nothing was taken. Waking may be tried again, or, if
+    /// memory stays short, [`Engine::discard_weights`] gives the trainer the rest.
     pub fn wake_up(self) -> Result<Engine<Awake>, Failed<WeightsLoaded, WakeError>> {
         let _span = info_span!("wake_up").entered();
         let begin = Instant::now();
         let (core, state) = self.into_parts();
         let WeightsLoaded { weights, reservations, carried, report: loaded } = state;
+        let weights = match weights.into_resident() {
+            Ok(weights) => weights,
+            Err(torn) => {
+                let last = torn.last_version().clone();
+                let state = WeightsLoaded { weights: torn, reservations, carried, report: loaded };
+                return Err(Failed::new(Engine { core, state }, WakeError::Torn { last }));
+            }
+        };
         let (kv, workspace) = match commit(&core, reservations) {
             Ok(memory) => memory,
             Err((reservations, error)) => {
+                let weights = LoadedWeights::new(weights, core.parts.layout.clone());
                 let state = WeightsLoaded { weights, reservations, carried, report: loaded };
                 return Err(Failed::new(Engine { core, state }, error.into()));
             }
         };
         let mut mailbox = Mailbox::new(core.next_request);
-        let mut executor = Executor::new(&core, weights.version(), kv, workspace);
+        let mut executor = Executor::new(&core, weights.version().clone(), kv, workspace);
         Serving { mailbox: &mut mailbox, executor: &mut executor }.carry(carried);
         let report = WakeReport {
-            version: weights.version(),
+            version: weights.version().clone(),
             blocks: core.parts.limits.kv.num_blocks,
             taken: executor.memory(),
             resumed: executor.live_requests(),

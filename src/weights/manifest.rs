@@ -1,15 +1,16 @@
 //! Which tensors a model needs, and whether an offered set is exactly those.
 
 mod mismatch;
+mod target;
 #[cfg(test)]
 mod tests;
 
 use std::collections::HashMap;
 
-use self::mismatch::check_one;
-pub use self::mismatch::{WeightsMismatch, WrongDType, WrongShape};
+pub use self::mismatch::{Incomplete, WeightsMismatch, WrongDType, WrongShape};
+pub(crate) use self::target::{Accept, Target};
 use super::source::UnsupportedTensor;
-use super::{DType, TensorSpec};
+use super::{DType, LoadOptions, TensorSpec};
 use crate::model::ModelConfig;
 
 /// Name of the token embedding.
@@ -104,67 +105,30 @@ impl Manifest {
         offered: &[TensorSpec],
         unsupported: &[UnsupportedTensor],
     ) -> Result<Match, Box<WeightsMismatch>> {
-        let mut faults = WeightsMismatch::default();
-        let mut places: Vec<Option<usize>> = vec![None; self.tensors.len()];
-        let mut head: Option<usize> = None;
-        let mut ignored = Vec::new();
-        for (i, tensor) in offered.iter().enumerate() {
-            let tied = self.tied_to.filter(|_| tensor.name == LM_HEAD);
-            let place = match (self.position(&tensor.name), tied) {
-                (Some(position), _) => {
-                    check_one(&self.tensors[position], tensor, &mut faults);
-                    &mut places[position]
-                }
-                (None, Some(embedding)) => {
-                    let expected = TensorSpec { name: LM_HEAD.into(), ..self.tensors[embedding].clone() };
-                    check_one(&expected, tensor, &mut faults);
-                    &mut head
-                }
-                (None, None) if is_buffer(&tensor.name) => {
-                    ignored.push(i);
-                    continue;
-                }
-                (None, None) => {
-                    faults.unknown.push(tensor.name.clone());
-                    continue;
-                }
-            };
-            if place.replace(i).is_some() {
-                faults.duplicate.push(tensor.name.clone());
+        let (options, wanted) = (LoadOptions::default(), self.all());
+        let accept = Accept { options: &options, wanted: &wanted, complete: true };
+        let targets = self.assign(offered, unsupported, &accept, &|_| false)?;
+        let mut places = vec![None; self.tensors.len()];
+        let mut matched = Match { offered: Vec::new(), tied_head: None, ignored: Vec::new() };
+        for (offered, target) in targets.into_iter().enumerate() {
+            match target {
+                Target::Tensor(position) => places[position] = Some(offered),
+                Target::TiedHead { embedding } => matched.tied_head = Some(TiedHead { offered, embedding }),
+                Target::Ignored => matched.ignored.push(offered),
             }
         }
-        self.check_unsupported(unsupported, &mut places, &mut faults);
-        let absent = self.tensors.iter().zip(&places).filter(|(_, place)| place.is_none());
-        faults.missing.extend(absent.map(|(spec, _)| spec.name.clone()));
-        if faults.is_empty() {
-            let tied_head =
-                head.zip(self.tied_to).map(|(offered, embedding)| TiedHead { offered, embedding });
-            Ok(Match { offered: places.into_iter().flatten().collect(), tied_head, ignored })
-        } else {
-            faults.sort();
-            Err(Box::new(faults))
-        }
+        matched.offered = places.into_iter().flatten().collect();
+        Ok(matched)
     }
 
-    /// Marks needed tensors that are there in an impossible element type as there.
-    fn check_unsupported(
-        &self,
-        unsupported: &[UnsupportedTensor],
-        places: &mut [Option<usize>],
-        faults: &mut WeightsMismatch,
-    ) {
-        for tensor in unsupported {
-            let head = self.tied_to.is_some() && tensor.name == LM_HEAD;
-            let position = self.position(&tensor.name);
-            if position.is_some() || head {
-                faults.unsupported_dtype.push(tensor.clone());
-            }
-            if let Some(position) = position
-                && places[position].replace(usize::MAX).is_some()
-            {
-                faults.duplicate.push(tensor.name.clone());
-            }
-        }
+    /// Position of the embedding, if the head is tied to it.
+    pub(crate) fn tied_to(&self) -> Option<usize> {
+        self.tied_to
+    }
+
+    /// Every tensor is wanted.
+    pub(crate) fn all(&self) -> Vec<bool> {
+        vec![true; self.tensors.len()]
     }
 }
 

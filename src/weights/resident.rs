@@ -2,24 +2,23 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-
 use super::layout::{LayerLayout, MatrixId, Place, VectorId, WeightLayout};
-use super::{
-    Manifest, Match, SourceError, TensorDigest, TensorHasher, TensorSpec, WeightSource, WeightVersion,
-    WeightsDigest,
-};
+use super::{TensorDigest, WeightVersion};
 use crate::device::{Arena, Device, DeviceError, Matrix, QkNorm, Vector};
 
-/// Pieces of at least this size are digested and packed at once.
-const TOGETHER_FROM_BYTES: usize = 64 << 10;
+/// What weights are: their version, and the digest of each tensor of the manifest.
+#[derive(Debug, Clone)]
+pub(crate) struct Identity {
+    pub(crate) version: WeightVersion,
+    pub(crate) digests: Arc<[TensorDigest]>,
+}
 
 /// All weights of a model, whole and current: there is no other kind.
 #[derive(Debug)]
 pub(crate) struct ResidentWeights {
     arena: Arena,
     layout: Arc<WeightLayout>,
-    version: WeightVersion,
+    identity: Identity,
 }
 
 /// The parts of one layer, ready for the device's operations.
@@ -40,13 +39,27 @@ pub(crate) struct LayerWeights<'a> {
 
 impl ResidentWeights {
     /// Wraps an arena that holds a complete set of weights in `layout`.
-    pub(crate) fn new(arena: Arena, layout: Arc<WeightLayout>, version: WeightVersion) -> Self {
+    pub(crate) fn new(arena: Arena, layout: Arc<WeightLayout>, identity: Identity) -> Self {
         assert_eq!(arena.committed(), layout.bytes, "resident weights are whole");
-        Self { arena, layout, version }
+        Self { arena, layout, identity }
     }
 
-    pub(crate) fn version(&self) -> WeightVersion {
-        self.version
+    /// Takes apart.
+    pub(crate) fn into_parts(self) -> (Arena, Identity) {
+        (self.arena, self.identity)
+    }
+
+    pub(crate) fn version(&self) -> &WeightVersion {
+        &self.identity.version
+    }
+
+    pub(crate) fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    /// The memory, in the resident layout.
+    pub(crate) fn arena(&self) -> &Arena {
+        &self.arena
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -93,10 +106,11 @@ impl ResidentWeights {
         device.read_bytes(self.arena.view(0, self.arena.committed()), out);
     }
 
-    /// Puts the pages of `staged` in place of the current ones: same addresses, new version.
-    pub(crate) fn replace(&mut self, staged: Arena, version: WeightVersion) -> Result<(), DeviceError> {
+    /// Puts the pages of `staged` in place of the current ones: same addresses, new weights. On an error the
+    /// current ones stand.
+    pub(crate) fn replace(&mut self, staged: Arena, identity: Identity) -> Result<(), DeviceError> {
         self.arena.adopt(staged)?;
-        self.version = version;
+        self.identity = identity;
         Ok(())
     }
 
@@ -119,192 +133,77 @@ impl ResidentWeights {
     }
 }
 
-/// The contents of a source did not arrive as its index had said.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum TransferError {
-    /// The source failed.
-    #[error(transparent)]
-    Source(#[from] SourceError),
-    /// A tensor's bytes ended early or went on too long.
-    #[error("{tensor}: {expected_bytes} bytes expected, {received_bytes} received")]
-    WrongLength {
-        /// Its name.
-        tensor: String,
-        /// By shape and dtype.
-        expected_bytes: u64,
-        /// What the source delivered.
-        received_bytes: u64,
-    },
-    /// The model ties its head to the embedding, and the source has another head.
-    #[error("lm_head.weight differs from model.embed_tokens.weight, to which the configuration ties it")]
-    TiedHeadDiffers,
-}
-
-/// Streams all tensors of `matched` from `source` into the committed, zeroed `arena`.
-///
-/// Returns the digest of what arrived. On an error the arena's contents are unspecified.
-pub(crate) fn transfer(
+/// Puts rows of the tensor at `place` where they belong; a vector's rows are its elements.
+pub(crate) fn write_rows(
     device: &dyn Device,
-    arena: &mut Arena,
     layout: &WeightLayout,
-    manifest: &Manifest,
-    matched: &Match,
-    source: &mut dyn WeightSource,
-) -> Result<WeightsDigest, TransferError> {
-    let mut order: Vec<(usize, usize)> = matched.offered.iter().copied().enumerate().collect();
-    // The source's order: shards are read from front to back.
-    order.sort_unstable_by_key(|&(_, offered)| offered);
-    let mut digests = vec![None; manifest.tensors().len()];
-    for (index, offered) in order {
-        let spec = &manifest.tensors()[index];
-        let mut writer = TensorWriter::new(device, arena, layout, layout.places[index], spec);
-        let mut hasher = TensorHasher::new(spec);
-        source.read(offered, &mut |chunk| digest_and_write(device, &mut hasher, &mut writer, chunk))?;
-        writer.finish()?;
-        digests[index] = Some(hasher.finish());
-    }
-    let digests: Vec<_> = digests.into_iter().map(|d| d.expect("a match covers the manifest")).collect();
-    if let Some(head) = matched.tied_head {
-        let embedding = &manifest.tensors()[head.embedding];
-        check_tied_head(embedding, digests[head.embedding], head.offered, source)?;
-    }
-    source.finish()?;
-    let names = manifest.tensors().iter().map(|tensor| tensor.name.as_str());
-    Ok(WeightsDigest::combine(names.zip(digests)))
-}
-
-/// Digests a piece while it is packed: each takes about as long as the other.
-fn digest_and_write(
-    device: &dyn Device,
-    hasher: &mut TensorHasher,
-    writer: &mut TensorWriter<'_>,
-    chunk: &[u8],
-) {
-    if chunk.len() < TOGETHER_FROM_BYTES {
-        hasher.update(chunk);
-        writer.write(chunk);
-        return;
-    }
-    let (hasher, writer) = (Mutex::new(hasher), Mutex::new(writer));
-    device.share_out(2, &|task| match task {
-        0 => writer.lock().write(chunk),
-        _ => hasher.lock().update(chunk),
-    });
-}
-
-/// A tied head may be sent along if it is the embedding, bit for bit.
-fn check_tied_head(
-    embedding: &TensorSpec,
-    digest: TensorDigest,
-    offered: usize,
-    source: &mut dyn WeightSource,
-) -> Result<(), TransferError> {
-    let mut hasher = TensorHasher::new(embedding);
-    let mut received_bytes = 0;
-    source.read(offered, &mut |chunk| {
-        hasher.update(chunk);
-        received_bytes += chunk.len() as u64;
-    })?;
-    let expected_bytes = (embedding.shape.iter().product::<usize>() * embedding.dtype.size()) as u64;
-    if received_bytes != expected_bytes {
-        let tensor = "lm_head.weight".to_owned();
-        return Err(TransferError::WrongLength { tensor, expected_bytes, received_bytes });
-    }
-    if hasher.finish() == digest { Ok(()) } else { Err(TransferError::TiedHeadDiffers) }
-}
-
-/// Cuts a tensor's byte stream into whole rows and puts them in their place.
-struct TensorWriter<'a> {
-    device: &'a dyn Device,
-    arena: &'a mut Arena,
-    layout: &'a WeightLayout,
+    arena: &mut Arena,
     place: Place,
-    name: &'a str,
-    row_bytes: usize,
-    expected: usize,
-    received: usize,
-    /// Bytes of a row that is not whole yet.
-    partial: Vec<u8>,
-    rows_written: usize,
+    first_row: usize,
+    rows: &[u8],
+) {
+    match place {
+        Place::Rows { matrix, first_row: start } => {
+            let placed = layout.matrix(matrix);
+            let dst = arena.view_mut(placed.offset_bytes, placed.bytes);
+            device.write_rows(dst, placed.shape, start + first_row, rows);
+        }
+        Place::Elements { vector, first_element } => {
+            let placed = layout.vector(vector);
+            let offset = placed.offset_bytes + (first_element + first_row) * placed.dtype.size();
+            device.write_bytes(arena.view_mut(offset, rows.len()), rows);
+        }
+    }
 }
 
-impl<'a> TensorWriter<'a> {
-    fn new(
-        device: &'a dyn Device,
-        arena: &'a mut Arena,
-        layout: &'a WeightLayout,
-        place: Place,
-        spec: &'a TensorSpec,
-    ) -> Self {
-        let row_bytes = spec.shape[1..].iter().product::<usize>() * spec.dtype.size();
-        let expected = row_bytes * spec.shape[0];
-        let partial = Vec::with_capacity(row_bytes);
-        Self {
-            device,
-            arena,
-            layout,
-            place,
-            name: &spec.name,
-            row_bytes,
-            expected,
-            received: 0,
-            partial,
-            rows_written: 0,
+/// The inverse of [`write_rows`]: rows of the tensor at `place`, in Hugging Face layout.
+pub(crate) fn read_rows(
+    device: &dyn Device,
+    layout: &WeightLayout,
+    arena: &Arena,
+    place: Place,
+    first_row: usize,
+    rows: &mut [u8],
+) {
+    match place {
+        Place::Rows { matrix, first_row: start } => {
+            let placed = layout.matrix(matrix);
+            let src = arena.view(placed.offset_bytes, placed.bytes);
+            device.read_rows(src, placed.shape, start + first_row, rows);
+        }
+        Place::Elements { vector, first_element } => {
+            let placed = layout.vector(vector);
+            let offset = placed.offset_bytes + (first_element + first_row) * placed.dtype.size();
+            device.read_bytes(arena.view(offset, rows.len()), rows);
         }
     }
+}
 
-    fn write(&mut self, mut chunk: &[u8]) {
-        self.received += chunk.len();
-        if self.received > self.expected {
-            return; // `finish` reports it
-        }
-        if !self.partial.is_empty() {
-            let take = chunk.len().min(self.row_bytes - self.partial.len());
-            self.partial.extend_from_slice(&chunk[..take]);
-            chunk = &chunk[take..];
-            if self.partial.len() < self.row_bytes {
-                return;
+/// Copies every matrix and vector of `from` of which some tensor is not `wanted`.
+pub(crate) fn copy_unwanted(
+    device: &dyn Device,
+    layout: &WeightLayout,
+    wanted: &[bool],
+    from: &Arena,
+    to: &mut Arena,
+) {
+    let unwanted = || layout.places.iter().zip(wanted).filter(|(_, wanted)| !**wanted).map(|(place, _)| place);
+    let mut ranges: Vec<(usize, usize)> = unwanted()
+        .map(|place| match *place {
+            Place::Rows { matrix, .. } => {
+                let placed = layout.matrix(matrix);
+                (placed.offset_bytes, placed.bytes)
             }
-            let row = std::mem::take(&mut self.partial);
-            self.put(&row);
-            self.partial = row;
-            self.partial.clear();
-        }
-        let whole = chunk.len() - chunk.len() % self.row_bytes;
-        self.put(&chunk[..whole]);
-        self.partial.extend_from_slice(&chunk[whole..]);
-    }
-
-    /// Writes whole rows (a vector's rows are its elements).
-    fn put(&mut self, rows: &[u8]) {
-        if rows.is_empty() {
-            return;
-        }
-        match self.place {
-            Place::Rows { matrix, first_row } => {
-                let placed = self.layout.matrix(matrix);
-                let dst = self.arena.view_mut(placed.offset_bytes, placed.bytes);
-                self.device.write_rows(dst, placed.shape, first_row + self.rows_written, rows);
+            Place::Elements { vector, .. } => {
+                let placed = layout.vector(vector);
+                (placed.offset_bytes, placed.len * placed.dtype.size())
             }
-            Place::Elements { vector, first_element } => {
-                let placed = self.layout.vector(vector);
-                let offset = (first_element + self.rows_written) * placed.dtype.size();
-                let dst = self.arena.view_mut(placed.offset_bytes + offset, rows.len());
-                self.device.write_bytes(dst, rows);
-            }
-        }
-        self.rows_written += rows.len() / self.row_bytes;
-    }
-
-    fn finish(self) -> Result<(), TransferError> {
-        if self.received == self.expected {
-            return Ok(());
-        }
-        Err(TransferError::WrongLength {
-            tensor: self.name.to_owned(),
-            expected_bytes: self.expected as u64,
-            received_bytes: self.received as u64,
         })
+        .collect();
+    ranges.sort_unstable();
+    // The parts of a fused matrix are in it once each.
+    ranges.dedup();
+    for (offset, bytes) in ranges {
+        device.copy_bytes(to.view_mut(offset, bytes), from.view(offset, bytes));
     }
 }

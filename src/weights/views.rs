@@ -1,5 +1,6 @@
 //! Tensors that the caller has in memory.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use safetensors::View;
@@ -45,13 +46,18 @@ impl<V: View> WeightSource for TensorSet<V> {
     fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
         let no_such_tensor = SourceError::NoSuchTensor { tensor, count: self.tensors.len() };
         let (name, view) = self.tensors.get(tensor).ok_or(no_such_tensor)?;
-        let spec = spec_of(name, view)?;
-        let data = view.data();
-        if data.len() != view.data_len() {
-            return Err(wrong_length(spec, data.len()));
-        }
-        sink(&data);
+        sink(&open(name, view)?.1);
         Ok(())
+    }
+}
+
+/// What a view claims to be, and its bytes.
+pub(crate) fn open<'a>(name: &str, view: &'a impl View) -> Result<(TensorSpec, Cow<'a, [u8]>), SourceError> {
+    let spec = spec_of(name, view)?;
+    let data = view.data();
+    match data.len() == view.data_len() {
+        true => Ok((spec, data)),
+        false => Err(wrong_length(spec, data.len())),
     }
 }
 
@@ -80,8 +86,6 @@ fn wrong_length(spec: TensorSpec, received_bytes: usize) -> SourceError {
 
 #[cfg(test)]
 mod tests {
-    use std::borrow::Cow;
-
     use safetensors::Dtype;
 
     use super::*;

@@ -184,16 +184,26 @@ impl Pages for CpuPages {
         let staged: Box<dyn Any> = staged;
         let mut staged = staged.downcast::<Self>().expect("an arena adopts one of the same device");
         assert!(Arc::ptr_eq(&self.budget, &staged.budget), "an arena adopts one of the same device");
-        assert_eq!(self.committed, staged.committed, "an arena adopts one of the same size");
-        self.budget.check_fault(self.label, self.committed as u64)?;
-        if self.committed == 0 {
+        assert!([0, staged.committed].contains(&self.committed), "an arena adopts one of the same size");
+        self.budget.check_fault(self.label, staged.committed as u64)?;
+        let bytes = std::mem::take(&mut staged.committed);
+        if bytes == 0 {
             return Ok(());
         }
         let range = std::mem::replace(&mut staged.range, Range { address: EMPTY_ADDRESS, bytes: 0 });
-        let bytes = std::mem::take(&mut staged.committed);
-        // Whatever happens, one of the two sets of pages is gone when this returns.
-        self.budget.give_back(bytes as u64);
-        self.range.take_pages(range, bytes).map_err(|errno| system_error(self.label, "mremap", errno))
+        let moved = self.range.take_pages(range, bytes);
+        // One of the two sets of pages is gone now.
+        match moved {
+            Ok(()) => {
+                self.budget.give_back(self.committed as u64);
+                self.committed = bytes;
+                Ok(())
+            }
+            Err(errno) => {
+                self.budget.give_back(bytes as u64);
+                Err(system_error(self.label, "mremap", errno))
+            }
+        }
     }
 }
 

@@ -81,7 +81,6 @@ pub(super) fn write(pool: &Pool, packed: &mut [u8], shape: MatrixShape, first_ro
 }
 
 /// Unpacks rows `first_row..` into `plain`.
-#[cfg(test)]
 pub(super) fn read(pool: &Pool, packed: &[u8], shape: MatrixShape, first_row: usize, plain: &mut [u8]) {
     let rows = check(shape, packed, first_row, plain);
     let panel_bytes = shape.cols * LANES * shape.dtype.size();
@@ -153,7 +152,6 @@ fn write_panel<const SIZE: usize>(dtype: DType, panel: &mut [u8], source: &[u8],
 }
 
 /// Unpacks `SIZE`-byte elements of some rows of a panel.
-#[cfg(test)]
 fn read_panel<const SIZE: usize>(dtype: DType, panel: &[u8], target: &mut [u8], place: PanelRows) {
     let groups = panel.as_chunks::<SIZE>().0.as_chunks::<LANES>().0;
     let target = target.as_chunks_mut::<SIZE>().0;

@@ -77,6 +77,10 @@ impl Device for FaultyDevice {
         self.inner.matrix_bytes(shape)
     }
 
+    fn packed_rows(&self) -> usize {
+        self.inner.packed_rows()
+    }
+
     fn write_rows(&self, dst: ViewMut<'_, u8>, shape: MatrixShape, first_row: usize, src: &[u8]) {
         self.may_panic();
         self.inner.write_rows(dst, shape, first_row, src);
@@ -85,6 +89,11 @@ impl Device for FaultyDevice {
     fn read_rows(&self, src: View<'_, u8>, shape: MatrixShape, first_row: usize, out: &mut [u8]) {
         self.may_panic();
         self.inner.read_rows(src, shape, first_row, out);
+    }
+
+    fn copy_bytes(&self, dst: ViewMut<'_, u8>, src: View<'_, u8>) {
+        self.may_panic();
+        self.inner.copy_bytes(dst, src);
     }
 
     fn write_bytes(&self, dst: ViewMut<'_, u8>, src: &[u8]) {

@@ -1,0 +1,186 @@
+//! Proof of what is loaded: digests, resident memory read back, tensors in Hugging Face layout.
+
+use std::borrow::Cow;
+use std::time::{Duration, Instant};
+
+use super::state::Resident;
+use super::{Engine, LoadError, State};
+use crate::weights::{
+    Intake, LM_HEAD, LoadOptions, NoMemory, TensorDigest, TensorHasher, TensorSpec, WeightSource,
+    WeightVersion, WeightsDigest, read_rows,
+};
+
+/// Bytes that are read back at a time.
+const BLOCK_BYTES: usize = 4 << 20;
+
+/// A tensor read back from an engine, in Hugging Face layout.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WeightTensor {
+    /// Name, dtype and shape.
+    pub spec: TensorSpec,
+    /// Row-major and little-endian.
+    pub data: Vec<u8>,
+}
+
+impl safetensors::View for &WeightTensor {
+    fn dtype(&self) -> safetensors::Dtype {
+        self.spec.dtype.into()
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.spec.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        (&self.data).into()
+    }
+
+    fn data_len(&self) -> usize {
+        self.data.len()
+    }
+}
+
+/// What [`Engine::verify`] found in order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VerifyReport {
+    /// Version of the weights.
+    pub version: WeightVersion,
+    /// Tensors read back.
+    pub tensors: usize,
+    /// Bytes read back.
+    pub bytes: u64,
+    /// Time it took.
+    pub verify: Duration,
+}
+
+/// Resident memory could not be verified, or does not hold the weights that came in. The engine is as it was.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum VerifyError {
+    /// An update in place began and did not commit: there are no whole weights.
+    #[error("the weights are torn by an update in place that did not commit (last whole: {last})")]
+    Torn {
+        /// Version of the last whole weights.
+        last: WeightVersion,
+    },
+    /// Tensors differ from what came in: memory was damaged. Nothing that this engine says can be trusted.
+    #[error("{} tensors of version {version} differ from what came in, first {}", tensors.len(), tensors[0])]
+    Differs {
+        /// Version of the weights.
+        version: WeightVersion,
+        /// Names of the tensors; at least one.
+        tensors: Vec<String>,
+    },
+}
+
+/// A tensor could not be read back. The engine is as it was.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TensorError {
+    /// The model has no tensor of that name.
+    #[error("the model has no tensor `{}`", crate::weights::cut(name))]
+    Unknown {
+        /// The name.
+        name: String,
+    },
+    /// An update in place began and did not commit: there are no whole weights.
+    #[error("the weights are torn by an update in place that did not commit (last whole: {last})")]
+    Torn {
+        /// Version of the last whole weights.
+        last: WeightVersion,
+    },
+}
+
+impl<S: Resident> Engine<S> {
+    /// Reads a tensor back, by its Hugging Face name: the bytes that came in, or what they were rounded to. The
+    /// head of a model that ties it is its embedding.
+    ///
+    /// # Errors
+    /// [`TensorError`].
+    pub fn tensor(&self, name: &str) -> Result<WeightTensor, TensorError> {
+        let parts = &self.core.parts;
+        let (arena, _) =
+            self.state.resident().map_err(|torn| TensorError::Torn { last: torn.last.clone() })?;
+        let tied = parts.manifest.tied_to().filter(|_| name == LM_HEAD);
+        let position = parts.manifest.position(name).or(tied);
+        let position = position.ok_or_else(|| TensorError::Unknown { name: name.to_owned() })?;
+        let tensor = &parts.manifest.tensors()[position];
+        let mut data = vec![0; tensor.shape.iter().product::<usize>() * tensor.dtype.size()];
+        read_rows(&*parts.device, &parts.layout, arena, parts.layout.places[position], 0, &mut data);
+        Ok(WeightTensor { spec: TensorSpec { name: name.to_owned(), ..tensor.clone() }, data })
+    }
+
+    /// The digest of each tensor, computed when it came in, in the order of
+    /// [`expected_weights`](Engine::expected_weights).
+    ///
+    /// # Errors
+    /// [`VerifyError::Torn`].
+    pub fn tensor_digests(&self) -> Result<Vec<(&str, TensorDigest)>, VerifyError> {
+        let (_, identity) =
+            self.state.resident().map_err(|torn| VerifyError::Torn { last: torn.last.clone() })?;
+        let names = self.core.parts.manifest.tensors().iter().map(|tensor| tensor.name.as_str());
+        Ok(names.zip(identity.digests.iter().copied()).collect())
+    }
+
+    /// Reads all resident weights back and compares each tensor's digest with the one it had when it came in.
+    ///
+    /// # Errors
+    /// [`VerifyError`].
+    pub fn verify(&self) -> Result<VerifyReport, VerifyError> {
+        let begin = Instant::now();
+        let (_, identity) =
+            self.state.resident().map_err(|torn| VerifyError::Torn { last: torn.last.clone() })?;
+        let manifest = &self.core.parts.manifest;
+        let positions = 0..manifest.tensors().len();
+        let differs = positions.filter(|&position| self.digest(position) != Some(identity.digests[position]));
+        let tensors: Vec<String> =
+            differs.map(|position| manifest.tensors()[position].name.clone()).collect();
+        let version = identity.version.clone();
+        match tensors.is_empty() {
+            false => Err(VerifyError::Differs { version, tensors }),
+            true => Ok(VerifyReport {
+                version,
+                tensors: manifest.tensors().len(),
+                bytes: manifest.bytes(),
+                verify: begin.elapsed(),
+            }),
+        }
+    }
+
+    /// Digest of a tensor as it is in memory now.
+    fn digest(&self, position: usize) -> Option<TensorDigest> {
+        let parts = &self.core.parts;
+        let (arena, _) = self.state.resident().ok()?;
+        let tensor = &parts.manifest.tensors()[position];
+        let row_bytes = tensor.shape[1..].iter().product::<usize>() * tensor.dtype.size();
+        let granule = parts.device.packed_rows();
+        let block_rows = (BLOCK_BYTES / row_bytes / granule).max(1) * granule;
+        let mut hasher = TensorHasher::new(tensor);
+        let mut block = vec![0; block_rows.min(tensor.shape[0]) * row_bytes];
+        for first_row in (0..tensor.shape[0]).step_by(block_rows) {
+            let rows = block_rows.min(tensor.shape[0] - first_row);
+            let block = &mut block[..rows * row_bytes];
+            read_rows(&*parts.device, &parts.layout, arena, parts.layout.places[position], first_row, block);
+            hasher.update_shared(block, &|count, work| parts.device.share_out(count, work));
+        }
+        Some(hasher.finish())
+    }
+}
+
+impl<S: State> Engine<S> {
+    /// The digest that the weights of `source` would have in this engine, under these options: names mapped,
+    /// dtypes converted, padding trimmed. Nothing is stored.
+    ///
+    /// # Errors
+    /// [`LoadError`], as the load would report; nothing has changed.
+    pub fn digest_of(
+        &self,
+        mut source: impl WeightSource,
+        options: LoadOptions,
+    ) -> Result<WeightsDigest, LoadError> {
+        let mut intake = Intake::complete(self.core.parts.intake_shape(), options);
+        intake.push_all(&mut NoMemory, &mut source, true)?;
+        let received = intake.finish().map_err(super::CommitError::from)?;
+        Ok(received.digest)
+    }
+}

@@ -1,0 +1,247 @@
+//! Updates of loaded weights: transactions that commit whole or leave the weights as they were.
+
+use std::time::Instant;
+
+use parking_lot::Mutex;
+use tracing::info_span;
+
+use super::core::Parts;
+use super::report::UpdateReport;
+use super::state::WeightsLoaded;
+use super::transaction::{Transaction, forward_pushes};
+use super::{BeginError, CommitError, Engine, UpdateError};
+use crate::device::Arena;
+use crate::weights::{
+    Delta, Intake, LoadedWeights, LoraAdapter, Memory, PreparedDelta, PushError, TensorSpec, UpdateMode, UpdateOptions,
+    WeightSource, WeightsMismatch, copy_unwanted, read_rows,
+};
+
+/// Bytes of resident weights that a change is merged into at a time.
+const MERGE_BYTES: usize = 2 << 20;
+/// Bytes of them that one thread merges at a time.
+const MERGE_PART_BYTES: usize = 64 << 10;
+
+impl Engine<WeightsLoaded> {
+    /// Replaces all weights by those of `source`: [`Engine::begin_update`], [`Update::push_all`] and
+    /// [`Update::commit`] in one.
+    ///
+    /// # Errors
+    /// [`UpdateError`], with the weights as they were.
+    pub fn update(&mut self, source: impl WeightSource) -> Result<UpdateReport, UpdateError> {
+        self.update_with(source, UpdateOptions::default())
+    }
+
+    /// [`Engine::update`] with options.
+    ///
+    /// # Errors
+    /// [`UpdateError`], with the weights as they were, or torn if the update was in place and had begun.
+    pub fn update_with(
+        &mut self,
+        mut source: impl WeightSource,
+        options: impl Into<UpdateOptions>,
+    ) -> Result<UpdateReport, UpdateError> {
+        let mut update = self.begin_update(options)?;
+        update.transaction.push_all(
+            memory(&mut update.staged, &mut update.engine.state.weights),
+            &mut source,
+            true,
+        )?;
+        Ok(update.commit()?)
+    }
+
+    /// Begins an update: a transaction that brings new weights, tensor by tensor, and makes them current all at
+    /// once. The engine can't wake while it is open, and a second one can't be begun:
+    ///
+    /// ```compile_fail,E0505
+    /// # fn f(mut loaded: dormouse::Engine<dormouse::WeightsLoaded>) -> Result<(), Box<dyn std::error::Error>> {
+    /// let update = loaded.begin_update(dormouse::UpdateOptions::default())?;
+    /// loaded.wake_up()?; // cannot move out of `loaded` because it is borrowed
+    /// update.commit()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`BeginError`]; nothing has changed.
+    pub fn begin_update(&mut self, options: impl Into<UpdateOptions>) -> Result<Update<'_>, BeginError> {
+        let UpdateOptions { load, mode, partial } = options.into();
+        BeginError::check(&load)?;
+        let shape = self.core.parts.intake_shape();
+        let label = load.label.clone();
+        let weights = &self.state.weights;
+        let has_base = weights.identity().is_ok();
+        let wanted = match &partial {
+            None => None,
+            Some(names) => {
+                let identity = weights.identity().map_err(|torn| BeginError::Torn { last: torn.last.clone() })?;
+                Some((self.wanted(names)?, identity.digests.clone()))
+            }
+        };
+        let staged = match mode {
+            UpdateMode::InPlace => None,
+            UpdateMode::Staged => {
+                let mut staged = self.core.stage(&load)?;
+                if let Some((wanted, _)) = &wanted {
+                    let parts = &self.core.parts;
+                    copy_unwanted(&*parts.device, &parts.layout, wanted, weights.arena(), &mut staged);
+                }
+                Some(staged)
+            }
+        };
+        let intake = match wanted {
+            None => Intake::complete(shape, load),
+            Some((wanted, kept)) => Intake::partial(shape, load, wanted, kept),
+        };
+        let transaction = Transaction::new(&self.core, intake, label);
+        tracing::debug!(?mode, ?partial, "update begun");
+        Ok(Update { engine: self, staged, transaction, has_base })
+    }
+
+    /// By position in the manifest: whether a partial update brings it.
+    fn wanted(&self, names: &[String]) -> Result<Vec<bool>, BeginError> {
+        let manifest = &self.core.parts.manifest;
+        let mut wanted = vec![false; manifest.tensors().len()];
+        let mut unknown = Vec::new();
+        for name in names {
+            match manifest.position(name) {
+                Some(position) => wanted[position] = true,
+                None => unknown.push(name.clone()),
+            }
+        }
+        match (unknown.is_empty(), names.is_empty()) {
+            (false, _) => Err(BeginError::UnknownTensors { unknown }),
+            (true, true) => Err(BeginError::NoTensors),
+            (true, false) => Ok(wanted),
+        }
+    }
+}
+
+/// New weights on their way in. [`commit`](Update::commit) makes them current; dropping the update, or a panic
+/// of the code that feeds it, leaves the weights as they were, bit for bit (or torn, if it is in place and a
+/// tensor was pushed).
+///
+/// While it is open the engine is borrowed: it can't wake, nor begin a second update, nor can its weights be
+/// read as current.
+#[derive(Debug)]
+#[must_use = "dropping an update abandons it"]
+pub struct Update<'e> {
+    engine: &'e mut Engine<WeightsLoaded>,
+    /// `None`: in place.
+    staged: Option<Arena>,
+    transaction: Transaction,
+    /// Whether the weights were whole at the begin, so that they can be changed and not only replaced.
+    has_base: bool,
+}
+
+/// Where an update writes.
+fn memory<'a>(staged: &'a mut Option<Arena>, weights: &'a mut LoadedWeights) -> &'a mut dyn Memory {
+    match staged {
+        Some(staged) => staged,
+        None => weights,
+    }
+}
+
+forward_pushes!(['e] Update<'e>, |update| memory(&mut update.staged, &mut update.engine.state.weights));
+
+/// Merges a block on the device's threads.
+fn merge_shared(parts: &Parts, delta: &PreparedDelta<'_>, first_row: usize, row_bytes: usize, block: &mut [u8]) {
+    let part_rows = (MERGE_PART_BYTES / row_bytes).max(1);
+    let shares: Vec<_> = block.chunks_mut(part_rows * row_bytes).map(Mutex::new).collect();
+    parts.device.share_out(shares.len(), &|part| {
+        delta.merge_rows(first_row + part * part_rows, &mut shares[part].lock());
+    });
+}
+
+impl Update<'_> {
+    /// Brings a tensor as a change to its current value.
+    ///
+    /// # Errors
+    /// [`PushError`]; the transaction is over.
+    pub fn push_delta(&mut self, name: &str, delta: &Delta<'_>) -> Result<(), PushError> {
+        let merged = self.merge(name, delta);
+        if merged.is_err() {
+            self.transaction.intake.fail();
+        }
+        merged
+    }
+
+    /// Brings every tensor that a low-rank adapter changes, merged into its current value. What the adapter
+    /// doesn't change must come otherwise, or the update be
+    /// [partial](UpdateOptions::partial) to [`LoraAdapter::tensor_names`].
+    ///
+    /// # Errors
+    /// [`PushError`]; the transaction is over.
+    pub fn push_adapter(&mut self, adapter: &LoraAdapter) -> Result<(), PushError> {
+        adapter.deltas().try_for_each(|(name, delta)| self.push_delta(name, &delta))
+    }
+
+    /// Merges block by block and pushes the blocks like any pieces.
+    fn merge(&mut self, name: &str, delta: &Delta<'_>) -> Result<(), PushError> {
+        let parts = self.engine.core.parts.clone();
+        let Some(position) = parts.manifest.position(name) else {
+            let unknown = vec![name.to_owned()];
+            return Err(Box::new(WeightsMismatch { unknown, ..WeightsMismatch::default() }).into());
+        };
+        if !self.has_base {
+            return Err(PushError::NoBase { tensor: name.to_owned() });
+        }
+        let tensor: &TensorSpec = &parts.manifest.tensors()[position];
+        let delta = delta
+            .prepare(tensor)
+            .map_err(|source| PushError::Delta { tensor: name.to_owned(), source })?;
+        let row_bytes = tensor.shape[1..].iter().product::<usize>() * tensor.dtype.size();
+        let block_rows = (MERGE_BYTES / row_bytes).max(1);
+        let mut block = vec![0; block_rows.min(tensor.shape[0]) * row_bytes];
+        for first_row in (0..tensor.shape[0]).step_by(block_rows) {
+            let rows = block_rows.min(tensor.shape[0] - first_row);
+            let block = &mut block[..rows * row_bytes];
+            let arena = self.engine.state.weights.arena();
+            read_rows(&*parts.device, &parts.layout, arena, parts.layout.places[position], first_row, block);
+            merge_shared(&parts, &delta, first_row, row_bytes, block);
+            let memory = memory(&mut self.staged, &mut self.engine.state.weights);
+            self.transaction.push_resident(memory, position, first_row * row_bytes, block)?;
+        }
+        Ok(())
+    }
+
+    /// Makes what arrived the current weights, all at once, at the addresses that the old ones had.
+    ///
+    /// # Errors
+    /// [`CommitError`], with the weights as they were (or torn, if the update is in place and a tensor was
+    /// pushed).
+    pub fn commit(self) -> Result<UpdateReport, CommitError> {
+        let _span = info_span!("commit_update").entered();
+        let Self { engine, staged, transaction, .. } = self;
+        let arrived = transaction.finish()?;
+        let begin = Instant::now();
+        let weights = &mut engine.state.weights;
+        let previous = weights.last_version().clone();
+        let version = arrived.identity.version.clone();
+        let bytes = weights.bytes() as u64;
+        let (mode, peak_weights_bytes) = match staged {
+            Some(staged) => {
+                weights.replace(staged, arrived.identity)?;
+                (UpdateMode::Staged, 2 * bytes)
+            }
+            None => {
+                weights.mend(arrived.identity);
+                (UpdateMode::InPlace, bytes)
+            }
+        };
+        engine.core.version_counter = version.counter;
+        let report = UpdateReport {
+            version,
+            previous,
+            mode,
+            tensors: arrived.received.tensors,
+            received_bytes: arrived.received.received_bytes,
+            peak_weights_bytes,
+            peak_waiting_bytes: arrived.received.peak_waiting_bytes,
+            open: arrived.open,
+            receiving: arrived.receiving,
+            commit: begin.elapsed(),
+        };
+        tracing::info!(?report, "weights updated");
+        Ok(report)
+    }
+}

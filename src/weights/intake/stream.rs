@@ -1,0 +1,267 @@
+//! One tensor on its way in.
+
+use std::collections::BTreeMap;
+
+use parking_lot::Mutex;
+
+use super::{Memory, PieceError, PushError, IntakeShape, TransferError};
+use crate::weights::convert::{convert, first_non_finite};
+use crate::weights::layout::Place;
+use crate::weights::manifest::Target;
+use crate::weights::resident::write_rows;
+use crate::weights::{DType, Incomplete, LoadOptions, TensorDigest, TensorHasher, TensorSpec};
+
+/// Bytes that are converted, digested and packed before the next are looked at: they stay in the caches.
+const WINDOW_BYTES: usize = 2 << 20;
+/// Bytes that one thread converts and checks at a time.
+const PART_BYTES: usize = 64 << 10;
+/// Pieces of a tensor that wait for one in front of them.
+const MAX_WAITING: usize = 4096;
+
+/// A tensor of which some bytes have arrived.
+#[derive(Debug)]
+pub(super) struct Stream {
+    /// As sent.
+    sent: TensorSpec,
+    /// Position of what it is compared with or stored as in the manifest, and whether it is stored.
+    position: usize,
+    stored: bool,
+    /// Bytes of the tensor as sent.
+    expected: usize,
+    /// Bytes of it that count; the rest is vocabulary padding.
+    kept: usize,
+    /// Bytes of a row as sent; a vector's row is an element.
+    row_bytes: usize,
+    /// Bytes that are cut off a stream at a time: rows that are packed together.
+    granule_bytes: usize,
+    /// Bytes that have arrived without a gap.
+    received: usize,
+    /// The last of them, no whole granule.
+    carry: Vec<u8>,
+    rows_written: usize,
+    hasher: TensorHasher,
+    /// Pieces that lie further on, by offset.
+    waiting: BTreeMap<usize, Vec<u8>>,
+}
+
+impl Stream {
+    /// Nothing has arrived yet of `sent`, which the manifest accepts as `target`.
+    pub(super) fn new(shape: &IntakeShape, target: Target, sent: &TensorSpec) -> Self {
+        let (position, stored) = match target {
+            Target::Tensor(position) => (position, true),
+            Target::TiedHead { embedding } => (embedding, false),
+            Target::Ignored => unreachable!("what is ignored has no stream"),
+        };
+        let resident = &shape.manifest.tensors()[position];
+        let rows = resident.shape[0];
+        let row_bytes = resident.shape[1..].iter().product::<usize>() * sent.dtype.size();
+        Self {
+            expected: sent.shape[0] * row_bytes,
+            kept: rows * row_bytes,
+            row_bytes,
+            granule_bytes: row_bytes * shape.device.packed_rows(),
+            received: 0,
+            carry: Vec::new(),
+            rows_written: 0,
+            hasher: TensorHasher::new(resident),
+            waiting: BTreeMap::new(),
+            sent: sent.clone(),
+            position,
+            stored,
+        }
+    }
+
+    pub(super) fn expected(&self) -> usize {
+        self.expected
+    }
+
+    pub(super) fn received(&self) -> usize {
+        self.received
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.received == self.expected
+    }
+
+    /// The digest of a tensor that is done.
+    pub(super) fn finish(self) -> TensorDigest {
+        self.hasher.finish()
+    }
+
+    pub(super) fn incomplete(&self) -> Incomplete {
+        let waiting: usize = self.waiting.values().map(Vec::len).sum();
+        Incomplete::of(&self.sent, self.expected, self.received + waiting)
+    }
+
+    /// Whether a piece fits beside what has arrived.
+    pub(super) fn check_piece(
+        &self,
+        tensor: &TensorSpec,
+        offset: usize,
+        bytes: usize,
+    ) -> Result<(), PieceError> {
+        let name = || self.sent.name.clone();
+        if (self.sent.dtype, &self.sent.shape) != (tensor.dtype, &tensor.shape) {
+            let shown = |spec: &TensorSpec| format!("{} {:?}", spec.dtype, spec.shape);
+            let (expected, received) = (shown(&self.sent), shown(tensor));
+            return Err(PieceError::Conflict { tensor: name(), expected, received });
+        }
+        let end = match offset.checked_add(bytes) {
+            Some(end) if end <= self.expected => end,
+            _ => {
+                let tensor_bytes = self.expected;
+                return Err(PieceError::OutOfRange { tensor: name(), offset, bytes, tensor_bytes });
+            }
+        };
+        let before = self.waiting.range(..end).next_back();
+        let free_from = before.map_or(0, |(at, piece)| at + piece.len()).max(self.received);
+        match bytes == 0 || offset >= free_from {
+            true => Ok(()),
+            false => Err(PieceError::Overlap { tensor: name(), offset, bytes }),
+        }
+    }
+
+    /// Keeps a piece that lies further on until those in front of it have arrived.
+    pub(super) fn keep(&mut self, offset: usize, bytes: &[u8]) -> Result<(), PieceError> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        if self.waiting.len() == MAX_WAITING {
+            let tensor = self.sent.name.clone();
+            return Err(PieceError::TooManyWaiting { tensor, limit: MAX_WAITING });
+        }
+        self.waiting.insert(offset, bytes.to_vec());
+        Ok(())
+    }
+
+    /// Takes out the piece that is next.
+    pub(super) fn next_waiting(&mut self) -> Option<Vec<u8>> {
+        self.waiting.remove(&self.received)
+    }
+
+    /// Takes the next bytes; they don't go beyond the end.
+    pub(super) fn consume(&mut self, writer: &mut Writer<'_>, bytes: &[u8]) -> Result<(), PushError> {
+        let counts = self.kept.saturating_sub(self.received).min(bytes.len());
+        self.received += bytes.len();
+        let mut bytes = &bytes[..counts];
+        if !self.carry.is_empty() {
+            let take = bytes.len().min(self.granule_bytes - self.carry.len());
+            self.carry.extend_from_slice(&bytes[..take]);
+            bytes = &bytes[take..];
+            if self.carry.len() == self.granule_bytes {
+                self.store_carry(writer)?;
+            }
+        }
+        let (whole, rest) = bytes.split_at(bytes.len() - bytes.len() % self.granule_bytes);
+        self.store(writer, whole)?;
+        self.carry.extend_from_slice(rest);
+        if self.received >= self.kept {
+            self.store_carry(writer)?;
+        }
+        Ok(())
+    }
+
+    fn store_carry(&mut self, writer: &mut Writer<'_>) -> Result<(), TransferError> {
+        let mut carry = std::mem::take(&mut self.carry);
+        self.store(writer, &carry)?;
+        carry.clear();
+        self.carry = carry;
+        Ok(())
+    }
+
+    /// Converts, checks, digests and packs whole rows.
+    fn store(&mut self, writer: &mut Writer<'_>, rows: &[u8]) -> Result<(), TransferError> {
+        let window_bytes = (WINDOW_BYTES / self.granule_bytes).max(1) * self.granule_bytes;
+        for window in rows.chunks(window_bytes) {
+            let first_row = self.rows_written;
+            writer.write(self, first_row, window)?;
+            self.rows_written += window.len() / self.row_bytes;
+        }
+        Ok(())
+    }
+}
+
+/// Where rows go and what is done to them on the way.
+pub(super) struct Writer<'a> {
+    shape: &'a IntakeShape,
+    options: &'a LoadOptions,
+    memory: &'a mut dyn Memory,
+    scratch: &'a mut Vec<u8>,
+}
+
+impl<'a> Writer<'a> {
+    pub(super) fn new(
+        shape: &'a IntakeShape,
+        options: &'a LoadOptions,
+        memory: &'a mut dyn Memory,
+        scratch: &'a mut Vec<u8>,
+    ) -> Self {
+        Self { shape, options, memory, scratch }
+    }
+
+    fn write(&mut self, stream: &mut Stream, first_row: usize, sent: &[u8]) -> Result<(), TransferError> {
+        let device = &*self.shape.device;
+        let resident = &self.shape.manifest.tensors()[stream.position];
+        let rows = if stream.sent.dtype == resident.dtype {
+            sent
+        } else {
+            let bytes = sent.len() / stream.sent.dtype.size() * resident.dtype.size();
+            if self.scratch.len() < bytes {
+                self.scratch.resize(bytes, 0);
+            }
+            let out = &mut self.scratch[..bytes];
+            convert_shared(self.shape, stream.sent.dtype, sent, resident.dtype, out);
+            &*out
+        };
+        if self.options.require_finite
+            && let Some(element) = non_finite_shared(self.shape, resident.dtype, rows)
+        {
+            return Err(non_finite(resident, first_row, rows, element));
+        }
+        stream.hasher.update_shared(rows, &|count, work| device.share_out(count, work));
+        if stream.stored
+            && let Some(arena) = self.memory.arena()
+        {
+            let place = self.shape.layout.places[stream.position];
+            write_rows(device, &self.shape.layout, arena, place, first_row, rows);
+        }
+        Ok(())
+    }
+}
+
+/// [`convert`] on the device's threads.
+fn convert_shared(shape: &IntakeShape, from: DType, input: &[u8], to: DType, out: &mut [u8]) {
+    let elements = PART_BYTES / 4;
+    let outs: Vec<_> = out.chunks_mut(elements * to.size()).map(Mutex::new).collect();
+    shape.device.share_out(outs.len(), &|part| {
+        let begin = part * elements * from.size();
+        let input = &input[begin..input.len().min(begin + elements * from.size())];
+        let mut out = outs[part].lock();
+        convert(from, input, to, &mut out);
+    });
+}
+
+/// The first element that is infinite or no number, found on the device's threads.
+fn non_finite_shared(shape: &IntakeShape, dtype: DType, bytes: &[u8]) -> Option<usize> {
+    let first = Mutex::new(None);
+    shape.device.share_out(bytes.len().div_ceil(PART_BYTES), &|part| {
+        let begin = part * PART_BYTES;
+        let part = &bytes[begin..bytes.len().min(begin + PART_BYTES)];
+        if let Some(element) = first_non_finite(dtype, part) {
+            let element = begin / dtype.size() + element;
+            let mut first = first.lock();
+            *first = Some(first.map_or(element, |first: usize| first.min(element)));
+        }
+    });
+    first.into_inner()
+}
+
+fn non_finite(resident: &TensorSpec, first_row: usize, rows: &[u8], element: usize) -> TransferError {
+    let size = resident.dtype.size();
+    let mut value = [0; 4];
+    convert(resident.dtype, &rows[element * size..][..size], DType::F32, &mut value);
+    let cols: usize = resident.shape[1..].iter().product();
+    let (row, col) = (first_row + element / cols, element % cols);
+    let index = if resident.shape.len() > 1 { vec![row, col] } else { vec![row] };
+    TransferError::NonFinite { tensor: resident.name.clone(), index, value: f32::from_le_bytes(value) }
+}
