@@ -66,7 +66,8 @@ pub use engine::{
 pub use model::{ConfigError, ModelConfig, ModelFamily, RopeScaling};
 pub use request::{Request, RequestError, RequestLimits, SamplingParams, TokenId, TokenList};
 pub use weights::{
-    Checkpoint, DType, Manifest, Match, MixedDTypes, ParseDigestError, SafetensorsBytes, SafetensorsError,
-    SafetensorsFile, SourceError, TensorSet, TensorSpec, TiedHead, TransferError, UnsupportedTensor,
-    WeightSource, WeightVersion, WeightsDigest, WeightsMismatch, WrongDType, WrongShape,
+    Bucket, BucketEntry, BucketError, BucketWriter, Checkpoint, DType, Manifest, Match, MixedDTypes,
+    ParseDigestError, SafetensorsBytes, SafetensorsError, SafetensorsFile, SourceError, TensorSet,
+    TensorSpec, TiedHead, TransferError, UnsupportedTensor, WeightSource, WeightVersion, WeightsDigest,
+    WeightsMismatch, WrongDType, WrongShape,
 };

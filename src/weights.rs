@@ -1,6 +1,7 @@
 //! Weights: what a model needs, where they come from, what they are (digest, version).
 
 mod bounded;
+mod bucket;
 mod checkpoint;
 mod digest;
 mod json;
@@ -15,6 +16,7 @@ pub(crate) mod testing;
 mod views;
 
 pub(crate) use bounded::{ReadError, read_bounded};
+pub use bucket::{Bucket, BucketEntry, BucketError, BucketWriter};
 pub use checkpoint::Checkpoint;
 pub use digest::{ParseDigestError, WeightVersion, WeightsDigest};
 pub(crate) use digest::{TensorDigest, TensorHasher};
