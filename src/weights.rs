@@ -1,6 +1,7 @@
 //! Weights: what a model needs, where they come from, how they come in, what they are (digest, version).
 
 mod bounded;
+mod bucket;
 mod checkpoint;
 mod convert;
 mod digest;
@@ -21,6 +22,7 @@ mod version;
 mod views;
 
 pub(crate) use bounded::{ReadError, read_bounded};
+pub use bucket::{Bucket, BucketEntry, BucketError, BucketWriter};
 pub use checkpoint::Checkpoint;
 pub(crate) use digest::TensorHasher;
 pub use digest::{ParseDigestError, TensorDigest, WeightsDigest};

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::safetensors::SafetensorsError;
-use super::{DType, TensorSpec};
+use super::{BucketError, DType, TensorSpec};
 
 /// A set of named tensors that can be listed and then read, one at a time, in any order.
 ///
@@ -256,9 +256,21 @@ pub enum SourceError {
         /// Length of the last index; 0 before the first.
         count: usize,
     },
+    /// The tensors can't be written as buckets.
+    #[error("can't be written as buckets: {fault}")]
+    Bucket {
+        /// The fault.
+        fault: Box<BucketError>,
+    },
     /// A framework's own source failed.
     #[error(transparent)]
     Custom(Box<dyn std::error::Error + Send + Sync>),
+}
+
+impl From<BucketError> for SourceError {
+    fn from(fault: BucketError) -> Self {
+        Self::Bucket { fault: Box::new(fault) }
+    }
 }
 
 fn placed(listed_in: Option<&str>) -> String {
