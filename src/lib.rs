@@ -58,18 +58,19 @@ pub use completion::{
 };
 pub use device::DeviceError;
 pub use engine::{
-    Aborted, Awake, BeginError, BuildError, CommitError, Discarded, Engine, EngineBuilder, EngineStats, Error,
-    Failed, GenerateError, InFlight, KeepWeights, Kept, KvCapacity, Load, LoadError, LoadReport, MemoryReport,
-    OnDeadline, Resident, RestoreError, Retention, Session, Settled, SimdPath, SleepError, SleepOptions,
-    SleepReport, Sleeping, State, StepError, StepOutput, TensorError, Update, UpdateError, UpdateReport,
-    VerifyError, VerifyReport, WakeError, WakeReport, WeightTensor, WeightsLoaded,
+    Aborted, Awake, BeginError, BuildError, CommitError, Discarded, Engine, EngineBuilder, EngineStats,
+    Error, Failed, GenerateError, InFlight, KeepWeights, Kept, KvCapacity, Load, LoadError, LoadReport,
+    MemoryReport, OnDeadline, Resident, RestoreError, Retention, Session, Settled, SimdPath, SleepError,
+    SleepOptions, SleepReport, Sleeping, State, StepError, StepOutput, TensorError, Update, UpdateError,
+    UpdateReport, VerifyError, VerifyReport, WakeError, WakeReport, WeightTensor, WeightsLoaded,
 };
 pub use model::{ConfigError, ModelConfig, ModelFamily, RopeScaling};
 pub use request::{Request, RequestError, RequestLimits, SamplingParams, TokenId, TokenList};
 pub use weights::{
     Bucket, BucketEntry, BucketError, BucketWriter, Checkpoint, DType, Delta, DeltaError, Incomplete,
     LoadOptions, LoraAdapter, LoraError, LoraMismatch, LoraShapes, Manifest, Match, MixedDTypes, NameMap,
-    ParseDigestError, PieceError, PushError, SafetensorsBytes, SafetensorsError, SafetensorsFile, SourceError,
-    SparseOp, TensorDigest, TensorSet, TensorSpec, TiedHead, TransferError, UnsupportedTensor, UpdateMode,
-    UpdateOptions, WeightSource, WeightVersion, WeightsDigest, WeightsMismatch, WrongDType, WrongShape,
+    ParseDigestError, PieceError, PushError, SafetensorsBytes, SafetensorsError, SafetensorsFile,
+    SourceError, SparseOp, TensorDigest, TensorSet, TensorSpec, TiedHead, TransferError, UnsupportedTensor,
+    UpdateMode, UpdateOptions, WeightSource, WeightVersion, WeightsDigest, WeightsMismatch, WrongDType,
+    WrongShape,
 };

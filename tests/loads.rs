@@ -217,7 +217,7 @@ fn fails_and_recovers<W: Retention>(
 fn c18_b32_b33_b46_b48_a_load_that_fails_half_way_changes_nothing() {
     let (w0, w1) = (weights(1), weights(2));
     let loads_w1 = |engine: Engine<WeightsLoaded>| {
-        assert_eq!(engine.version().counter, 2, "failed loads take no version");
+        assert_eq!(engine.report().version.counter, 2, "failed loads take no version");
         assert_like_fresh(&engine.wake_up().unwrap(), &w1, &request(1));
     };
     let discarded = engine(&w0).sleep_discarding(SleepOptions::default()).unwrap();
@@ -226,7 +226,7 @@ fn c18_b32_b33_b46_b48_a_load_that_fails_half_way_changes_nothing() {
         let kept = || engine(&w0).sleep(options).unwrap();
         fails_and_recovers(kept(), &w1, |asleep| {
             let loaded = asleep.restore_weights().unwrap();
-            assert_eq!(loaded.version().counter, 1);
+            assert_eq!(loaded.report().version.counter, 1);
             assert_like_fresh(&loaded.wake_up().unwrap(), &w0, &request(1));
         });
         fails_and_recovers(kept(), &w1, |asleep| loads_w1(load(asleep, &w1)));
@@ -271,7 +271,7 @@ fn c27_a_load_reads_what_the_path_holds_now() {
     let asleep = on_disk.sleep_discarding(SleepOptions::default()).unwrap();
     save_checkpoint(directory.path(), &w1);
     let loaded = asleep.load_weights(Checkpoint::at(directory.path())).unwrap();
-    assert_eq!(loaded.version().digest, engine(&w1).version().digest);
+    assert_eq!(loaded.report().version.digest, engine(&w1).version().digest);
     assert_like_fresh(&loaded.wake_up().unwrap(), &w1, &request(1));
 }
 
@@ -330,7 +330,7 @@ fn c27_files_that_change_while_they_are_read_are_never_a_mix() {
             match asleep.load_weights(Meddler { inner: Checkpoint::at(directory.path()), reads_left, meddle })
             {
                 // The old file, still open, is a whole set as well.
-                Ok(loaded) => assert!(!must_fail && digests.contains(&loaded.version().digest), "{what}"),
+                Ok(loaded) => assert!(!must_fail && digests.contains(&loaded.report().version.digest), "{what}"),
                 Err(failed) => {
                     let asleep = failed.into_parts().0;
                     assert_like_fresh(

@@ -4,14 +4,14 @@ use super::*;
 use crate::weights::{WeightVersion, WeightsDigest};
 
 fn version(counter: u64) -> WeightVersion {
-    WeightVersion { counter, digest: WeightsDigest::from_bytes([counter as u8; 32]) }
+    WeightVersion { counter, digest: WeightsDigest::from_bytes([counter as u8; 32]), label: None }
 }
 
 #[test]
 fn spans_follow_the_versions_of_tokens() {
     let mut spans = Vec::new();
     for counter in [4, 4, 4, 5, 4] {
-        VersionSpan::push(&mut spans, version(counter));
+        VersionSpan::push(&mut spans, &version(counter));
     }
     let expected = [(4, 0..3), (5, 3..4), (4, 4..5)];
     assert_eq!(spans, expected.map(|(counter, tokens)| VersionSpan { version: version(counter), tokens }));

@@ -68,6 +68,9 @@ impl From<VersionSpan> for SpanWire {
 impl From<SpanWire> for VersionSpan {
     fn from(wire: SpanWire) -> Self {
         let SpanWire { counter, digest, label, start, end } = wire;
-        VersionSpan { version: WeightVersion { counter, digest, label: label.map(Arc::from) }, tokens: start..end }
+        VersionSpan {
+            version: WeightVersion { counter, digest, label: label.map(Arc::from) },
+            tokens: start..end,
+        }
     }
 }

@@ -10,7 +10,7 @@ use crate::device::cpu::{CpuDevice, CpuOptions};
 use crate::device::{Device, KvShape};
 use crate::kv::PrefixCache;
 use crate::model::{KvMemory, ModelConfig, Workspace};
-use crate::weights::{Checkpoint, DType, Manifest, TensorSpec, WeightLayout, WeightSource};
+use crate::weights::{Checkpoint, DType, LoadOptions, Manifest, TensorSpec, WeightLayout, WeightSource};
 
 pub use crate::device::cpu::SimdPath;
 

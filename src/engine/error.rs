@@ -8,9 +8,7 @@ use crate::completion::CompletionError;
 use crate::device::DeviceError;
 use crate::model::ConfigError;
 use crate::request::RequestError;
-use crate::weights::{
-    MixedDTypes, PushError, SourceError, TransferError, WeightVersion, WeightsMismatch,
-};
+use crate::weights::{MixedDTypes, PushError, SourceError, TransferError, WeightVersion, WeightsMismatch};
 
 /// A transition that failed, with the engine as it was before: usable, in the same state.
 ///
@@ -155,9 +153,9 @@ pub enum SleepError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// The options can't be met, or there is no memory.
+    /// The options can't be met.
     #[error(transparent)]
-    Begin(#[from] BeginError),
+    Begin(BeginError),
     /// The source's index could not be read.
     #[error(transparent)]
     Source(#[from] SourceError),

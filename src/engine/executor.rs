@@ -281,7 +281,7 @@ impl Executor {
                         sampled,
                         &request.request.params,
                         &self.parts.config.eos_token_ids,
-                        self.version,
+                        &self.version,
                     );
                 }
                 Err(error) => {

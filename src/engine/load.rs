@@ -11,7 +11,7 @@ use super::transaction::{Transaction, forward_pushes};
 use super::{BeginError, CommitError, Engine, Failed, LoadError, RestoreError};
 use crate::device::{Arena, DeviceError};
 use crate::weights::{
-    Identity, Intake, LoadOptions, LoadedWeights, PushError, ResidentWeights, WeightSource, WeightVersion,
+    Identity, Intake, LoadOptions, LoadedWeights, ResidentWeights, WeightSource, WeightVersion,
 };
 
 impl<W: Retention> Engine<Sleeping<W>> {
@@ -251,9 +251,7 @@ impl sealed::Retention for Kept {
         match self.0 {
             KeptWeights::Parked { bytes, mut reserved, identity: parked } => match reserved.adopt(staged) {
                 Ok(()) => Ok(ResidentWeights::new(reserved, core.parts.layout.clone(), identity)),
-                Err(error) => {
-                    Err((Kept(KeptWeights::Parked { bytes, reserved, identity: parked }), error))
-                }
+                Err(error) => Err((Kept(KeptWeights::Parked { bytes, reserved, identity: parked }), error)),
             },
             KeptWeights::Resident(mut current) => match current.replace(staged, identity) {
                 Ok(()) => Ok(current),

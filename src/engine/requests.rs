@@ -135,7 +135,7 @@ impl LiveSample {
         sampled: Sampled,
         params: &SamplingParams,
         eos: &[TokenId],
-        version: WeightVersion,
+        version: &WeightVersion,
     ) {
         let completion = &mut self.completion;
         completion.tokens.push(sampled.token);

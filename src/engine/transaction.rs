@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use safetensors::View;
 
-use super::core::Core;
 use super::CommitError;
+use super::core::Core;
 use crate::weights::{
     Bucket, Identity, Intake, Memory, PushError, Received, TensorSpec, WeightSource, WeightVersion,
 };

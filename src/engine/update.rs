@@ -12,8 +12,8 @@ use super::transaction::{Transaction, forward_pushes};
 use super::{BeginError, CommitError, Engine, UpdateError};
 use crate::device::Arena;
 use crate::weights::{
-    Delta, Intake, LoadedWeights, LoraAdapter, Memory, PreparedDelta, PushError, TensorSpec, UpdateMode, UpdateOptions,
-    WeightSource, WeightsMismatch, copy_unwanted, read_rows,
+    Delta, Intake, LoadedWeights, LoraAdapter, Memory, PreparedDelta, PushError, TensorSpec, UpdateMode,
+    UpdateOptions, WeightSource, WeightsMismatch, copy_unwanted, read_rows,
 };
 
 /// Bytes of resident weights that a change is merged into at a time.
@@ -73,7 +73,8 @@ impl Engine<WeightsLoaded> {
         let wanted = match &partial {
             None => None,
             Some(names) => {
-                let identity = weights.identity().map_err(|torn| BeginError::Torn { last: torn.last.clone() })?;
+                let identity =
+                    weights.identity().map_err(|torn| BeginError::Torn { last: torn.last.clone() })?;
                 Some((self.wanted(names)?, identity.digests.clone()))
             }
         };
@@ -144,7 +145,13 @@ fn memory<'a>(staged: &'a mut Option<Arena>, weights: &'a mut LoadedWeights) -> 
 forward_pushes!(['e] Update<'e>, |update| memory(&mut update.staged, &mut update.engine.state.weights));
 
 /// Merges a block on the device's threads.
-fn merge_shared(parts: &Parts, delta: &PreparedDelta<'_>, first_row: usize, row_bytes: usize, block: &mut [u8]) {
+fn merge_shared(
+    parts: &Parts,
+    delta: &PreparedDelta<'_>,
+    first_row: usize,
+    row_bytes: usize,
+    block: &mut [u8],
+) {
     let part_rows = (MERGE_PART_BYTES / row_bytes).max(1);
     let shares: Vec<_> = block.chunks_mut(part_rows * row_bytes).map(Mutex::new).collect();
     parts.device.share_out(shares.len(), &|part| {
@@ -186,9 +193,8 @@ impl Update<'_> {
             return Err(PushError::NoBase { tensor: name.to_owned() });
         }
         let tensor: &TensorSpec = &parts.manifest.tensors()[position];
-        let delta = delta
-            .prepare(tensor)
-            .map_err(|source| PushError::Delta { tensor: name.to_owned(), source })?;
+        let delta =
+            delta.prepare(tensor).map_err(|source| PushError::Delta { tensor: name.to_owned(), source })?;
         let row_bytes = tensor.shape[1..].iter().product::<usize>() * tensor.dtype.size();
         let block_rows = (MERGE_BYTES / row_bytes).max(1);
         let mut block = vec![0; block_rows.min(tensor.shape[0]) * row_bytes];

@@ -101,6 +101,15 @@ pub enum UpdateError {
     Commit(#[from] CommitError),
 }
 
+impl From<BeginError> for LoadError {
+    fn from(error: BeginError) -> Self {
+        match error {
+            BeginError::Device(error) => Self::Device(error),
+            other => Self::Begin(other),
+        }
+    }
+}
+
 impl From<PushError> for LoadError {
     fn from(error: PushError) -> Self {
         match error {

@@ -16,7 +16,7 @@ fn round_trip(request: &Request) -> Request {
 }
 
 fn version(counter: u64) -> WeightVersion {
-    WeightVersion { counter, digest: WeightsDigest::from_bytes([counter as u8 ^ 0xa5; 32]) }
+    WeightVersion { counter, digest: WeightsDigest::from_bytes([counter as u8 ^ 0xa5; 32]), label: None }
 }
 
 fn completion(index: usize, tokens: &[TokenId], finish_reason: FinishReason) -> Completion {
@@ -24,7 +24,7 @@ fn completion(index: usize, tokens: &[TokenId], finish_reason: FinishReason) -> 
     for (position, &token) in tokens.iter().enumerate() {
         completion.tokens.push(token);
         completion.logprobs.push(-0.1 * (position + 1) as f32);
-        VersionSpan::push(&mut completion.versions, version(position as u64 / 2));
+        VersionSpan::push(&mut completion.versions, &version(position as u64 / 2));
     }
     completion.finish_reason = finish_reason;
     completion

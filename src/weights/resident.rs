@@ -66,11 +66,6 @@ impl ResidentWeights {
         self.arena.committed()
     }
 
-    #[cfg(test)]
-    pub(crate) fn address(&self) -> usize {
-        self.arena.address()
-    }
-
     pub(crate) fn embedding(&self) -> Matrix<'_> {
         self.matrix(self.layout.embedding)
     }
@@ -187,7 +182,8 @@ pub(crate) fn copy_unwanted(
     from: &Arena,
     to: &mut Arena,
 ) {
-    let unwanted = || layout.places.iter().zip(wanted).filter(|(_, wanted)| !**wanted).map(|(place, _)| place);
+    let unwanted =
+        || layout.places.iter().zip(wanted).filter(|(_, wanted)| !**wanted).map(|(place, _)| place);
     let mut ranges: Vec<(usize, usize)> = unwanted()
         .map(|place| match *place {
             Place::Rows { matrix, .. } => {

@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 
 use parking_lot::Mutex;
 
-use super::{Memory, PieceError, PushError, IntakeShape, TransferError};
+use super::{IntakeShape, Memory, PieceError, PushError, TransferError};
 use crate::weights::convert::{convert, first_non_finite};
-use crate::weights::layout::Place;
 use crate::weights::manifest::Target;
 use crate::weights::resident::write_rows;
 use crate::weights::{DType, Incomplete, LoadOptions, TensorDigest, TensorHasher, TensorSpec};

@@ -1,0 +1,1 @@
+//! Weights that come in in any order and any split.
