@@ -660,7 +660,8 @@ proptest! {
             assert_invariants(&bucket);
             let data_bytes = bucket.data().len();
             prop_assert!(data_bytes <= capacity_bytes && data_bytes > 0);
-            prop_assert!(i + 1 == buckets.len() || data_bytes + element > capacity_bytes, "as full as can be");
+            let last = i + 1 == buckets.len();
+            prop_assert!(last || data_bytes + element > capacity_bytes, "as full as can be");
             for (entry, bytes) in bucket.pieces() {
                 let tensor = together.get_mut(&entry.tensor.name).unwrap();
                 for (slot, byte) in tensor[entry.offset..].iter_mut().zip(bytes) {
@@ -705,7 +706,10 @@ proptest! {
     /// Numbers that are nearly right: most of the tables get as far as the last checks.
     #[test]
     fn random_pieces_are_errors_or_keep_their_promises(
-        pieces in prop::collection::vec((0_usize..2, 0_usize..3, 0_usize..4, 1_usize..3, any::<bool>()), 0..5),
+        pieces in prop::collection::vec(
+            (0_usize..2, 0_usize..3, 0_usize..4, 1_usize..3, any::<bool>()),
+            0..5,
+        ),
     ) {
         let mut end = 0;
         let pieces: Vec<String> = pieces.into_iter().map(|(name, dtype, offset, length, follows)| {
