@@ -63,10 +63,10 @@ pub struct BucketEntry {
 /// | | the table |
 /// | | the data |
 ///
-/// The table is JSON in UTF-8: an object with the list `tensors` of at most 65,536 objects with the keys `name`
-/// (4096 bytes at most), `dtype` (`F32`, `F16` or `BF16`), `shape` (of the whole tensor; 8 dimensions at
-/// most), `offset` (bytes into the tensor; 0 if left out) and `range` (begin and end in the data). Other keys,
-/// and keys that occur twice, are errors. Tensors without elements are in no bucket.
+/// The table is JSON in UTF-8: an object with the list `tensors` of at most 65,536 objects with the keys
+/// `name` (4096 bytes at most), `dtype` (`F32`, `F16` or `BF16`), `shape` (of the whole tensor; 8 dimensions
+/// at most), `offset` (bytes into the tensor; 0 if left out) and `range` (begin and end in the data). Other
+/// keys, and keys that occur twice, are errors. Tensors without elements are in no bucket.
 ///
 /// In Python:
 ///
@@ -74,8 +74,8 @@ pub struct BucketEntry {
 /// import json, struct
 ///
 /// def bucket(pieces):
-///     """Encodes a list of (name, dtype, shape, offset, data), for example
-///     ("lm_head.weight", "BF16", list(t.shape), 0, t.cpu().reshape(-1).view(torch.uint8).numpy())."""
+///     """Encodes a list of (name, dtype, shape, offset, data), for example ("lm_head.weight", "BF16",
+///     list(t.shape), 0, t.detach().cpu().reshape(-1).view(torch.uint8).numpy())."""
 ///     tensors, end = [], 0
 ///     for name, dtype, shape, offset, data in pieces:
 ///         begin, end = end, end + len(data)

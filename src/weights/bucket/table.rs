@@ -31,8 +31,8 @@ pub(super) fn text_of(spec: &TensorSpec, offset: usize, begin: usize, end: usize
         DType::F16 => "F16",
         DType::Bf16 => "BF16",
     };
-    let (name, shape) = (&spec.name, &spec.shape);
-    serde_json::json!({ "name": name, "dtype": dtype, "shape": shape, "offset": offset, "range": [begin, end] })
+    let (name, shape, range) = (&spec.name, &spec.shape, [begin, end]);
+    serde_json::json!({ "name": name, "dtype": dtype, "shape": shape, "offset": offset, "range": range })
         .to_string()
 }
 

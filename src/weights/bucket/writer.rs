@@ -45,8 +45,8 @@ impl BucketWriter {
         Self { capacity_bytes }
     }
 
-    /// Loads from `source` and hands its tensors to `each`, in the source's order, as buckets that are as full
-    /// as can be. Tensors are cut between elements where a bucket ends.
+    /// Loads from `source` and hands its tensors to `each`, in the source's order, as buckets that are as
+    /// full as can be. Tensors are cut between elements where a bucket ends.
     ///
     /// One bucket is in memory at a time. The last one is handed out only when the source's
     /// [`finish`](WeightSource::finish) has succeeded, so what a receiver got of a failed load is never
@@ -56,7 +56,8 @@ impl BucketWriter {
     /// # Errors
     /// What the source and `each` return; nothing is handed out after that. [`SourceError::Bucket`] for a
     /// tensor that no bucket can hold, one that is listed twice, and a capacity below one element, all before
-    /// anything is read. [`SourceError::WrongLength`] if the source delivers more or fewer bytes than it said.
+    /// anything is read, and if there is no memory for a bucket. [`SourceError::WrongLength`] if the source
+    /// delivers more or fewer bytes than it said.
     pub fn write(
         &self,
         source: &mut dyn WeightSource,
