@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("refused: {}", failed.error);
 
     let loaded = failed.engine.load_weights(TensorSet::new(trained.tensors()))?;
-    println!("loaded {} bytes in {:?}", loaded.report().received_bytes, loaded.report().transfer);
+    println!("loaded {} bytes in {:?}", loaded.report().received_bytes, loaded.report().receiving);
     let engine = loaded.wake_up()?;
     let new = engine.generate(std::slice::from_ref(&request))?;
     println!("version {}: {:?}", engine.version(), new[0].completions[0].tokens);

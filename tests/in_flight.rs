@@ -201,7 +201,7 @@ fn c30_b49_a_group_retracted_at_any_stage_comes_back_once() {
         let output = finish_one(&engine);
         assert_eq!((output.request, bits(&output)), (id, bits(&whole)), "stage {stage}");
         for completion in &output.completions {
-            assert_eq!(completion.versions, [VersionSpan { version: before, tokens: 0..12 }]);
+            assert_eq!(completion.versions, [VersionSpan { version: before.clone(), tokens: 0..12 }]);
         }
         // Under other weights: what was there stays, the rest is what those say to it.
         let (engine, id) = retract();
@@ -219,7 +219,7 @@ fn c30_b49_a_group_retracted_at_any_stage_comes_back_once() {
             let (after, k) = (engine.version(), done[index]);
             assert_eq!((completion.index, completion.tokens.len()), (index, 12));
             let spans = [
-                VersionSpan { version: before, tokens: 0..k },
+                VersionSpan { version: before.clone(), tokens: 0..k },
                 VersionSpan { version: after, tokens: k..12 },
             ];
             assert_eq!(completion.versions, spans[usize::from(k == 0)..].to_vec(), "stage {stage}");
@@ -242,7 +242,7 @@ fn b49_one_running_and_one_waiting_carry_their_own_versions() {
     let spans = |id: &RequestId| outputs[id].completions[0].versions.clone();
     assert_eq!(
         spans(&running),
-        [VersionSpan { version: v0, tokens: 0..10 }, VersionSpan { version: v1, tokens: 10..12 }]
+        [VersionSpan { version: v0, tokens: 0..10 }, VersionSpan { version: v1.clone(), tokens: 10..12 }]
     );
     assert_eq!(spans(&waiting), [VersionSpan { version: v1, tokens: 0..12 }]);
     assert_eq!(bits(&outputs[&waiting]), bits(&fresh(&w1, false, &request(10, 2))));

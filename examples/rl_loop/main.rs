@@ -183,7 +183,7 @@ fn roll_out(
         costs.freed_bytes += asleep.report().freed.total_bytes();
         let perturbed = trainer.member(seed, member);
         let loaded = asleep.load_weights(perturbed.source())?;
-        costs.load += loaded.report().transfer;
+        costs.load += loaded.report().receiving;
         engine = loaded.wake_up()?;
         costs.wake += engine.report().wake;
 
