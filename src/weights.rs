@@ -2,6 +2,7 @@
 
 mod bounded;
 mod checkpoint;
+mod convert;
 mod digest;
 mod json;
 mod layout;
