@@ -66,7 +66,8 @@ pub use engine::{
 pub use model::{ConfigError, ModelConfig, ModelFamily, RopeScaling};
 pub use request::{Request, RequestError, RequestLimits, SamplingParams, TokenId, TokenList};
 pub use weights::{
-    Checkpoint, DType, Manifest, Match, MixedDTypes, NameMap, ParseDigestError, SafetensorsBytes,
-    SafetensorsError, SafetensorsFile, SourceError, TensorSet, TensorSpec, TiedHead, TransferError,
-    UnsupportedTensor, WeightSource, WeightVersion, WeightsDigest, WeightsMismatch, WrongDType, WrongShape,
+    Checkpoint, DType, Delta, DeltaError, LoraAdapter, LoraError, LoraMismatch, LoraShapes, Manifest, Match,
+    MixedDTypes, NameMap, ParseDigestError, SafetensorsBytes, SafetensorsError, SafetensorsFile, SourceError,
+    SparseOp, TensorSet, TensorSpec, TiedHead, TransferError, UnsupportedTensor, WeightSource, WeightVersion,
+    WeightsDigest, WeightsMismatch, WrongDType, WrongShape,
 };

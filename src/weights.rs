@@ -3,6 +3,7 @@
 mod bounded;
 mod checkpoint;
 mod convert;
+mod delta;
 mod digest;
 mod json;
 mod layout;
@@ -18,6 +19,7 @@ mod views;
 
 pub(crate) use bounded::{ReadError, read_bounded};
 pub use checkpoint::Checkpoint;
+pub use delta::{Delta, DeltaError, LoraAdapter, LoraError, LoraMismatch, LoraShapes, SparseOp};
 pub use digest::{ParseDigestError, WeightVersion, WeightsDigest};
 pub(crate) use digest::{TensorDigest, TensorHasher};
 pub(crate) use json::UniqueKeys;

@@ -16,7 +16,6 @@ const SEARCH_BYTES: usize = 4096;
 
 /// Converts whole elements; `input` and `out` hold equally many. Between f16 and bf16 it goes through f32,
 /// which holds either exactly, so every conversion rounds once.
-#[cfg_attr(not(test), expect(dead_code, reason = "loads convert with it once they are wired to"))]
 pub(crate) fn convert(from: DType, input: &[u8], to: DType, out: &mut [u8]) {
     debug_assert!(input.len().is_multiple_of(from.size()) && out.len().is_multiple_of(to.size()));
     debug_assert_eq!(input.len() / from.size(), out.len() / to.size());
@@ -38,7 +37,6 @@ pub(crate) fn convert(from: DType, input: &[u8], to: DType, out: &mut [u8]) {
 
 /// The elements as f32, which holds each exactly.
 #[inline]
-#[cfg_attr(not(test), expect(dead_code, reason = "merges need it once loads are wired to them"))]
 pub(crate) fn widen(from: DType, input: &[u8], out: &mut [f32]) {
     debug_assert_eq!(input.len(), out.len() * from.size());
     match from {
@@ -50,7 +48,6 @@ pub(crate) fn widen(from: DType, input: &[u8], out: &mut [f32]) {
 
 /// The elements rounded once to `to`.
 #[inline]
-#[cfg_attr(not(test), expect(dead_code, reason = "merges need it once loads are wired to them"))]
 pub(crate) fn narrow(input: &[f32], to: DType, out: &mut [u8]) {
     debug_assert_eq!(out.len(), input.len() * to.size());
     match to {

@@ -268,6 +268,6 @@ fn placed(listed_in: Option<&str>) -> String {
     }
 }
 
-fn needed(bytes: Option<usize>) -> String {
+pub(super) fn needed(bytes: Option<usize>) -> String {
     bytes.map_or_else(|| "more than can be counted".into(), |bytes| bytes.to_string())
 }
