@@ -330,7 +330,9 @@ fn c27_files_that_change_while_they_are_read_are_never_a_mix() {
             match asleep.load_weights(Meddler { inner: Checkpoint::at(directory.path()), reads_left, meddle })
             {
                 // The old file, still open, is a whole set as well.
-                Ok(loaded) => assert!(!must_fail && digests.contains(&loaded.report().version.digest), "{what}"),
+                Ok(loaded) => {
+                    assert!(!must_fail && digests.contains(&loaded.report().version.digest), "{what}")
+                }
                 Err(failed) => {
                     let asleep = failed.into_parts().0;
                     assert_like_fresh(

@@ -20,12 +20,11 @@ const MAX_RANK: usize = 4096;
 /// `w`, `values`, `a` and `b` are arrays of the dtypes in question (`ml_dtypes.bfloat16` is one):
 ///
 /// ```text
-/// # Sparse, SparseOp::Set
-/// w.reshape(-1)[indices] = values.astype(np.float32).astype(w.dtype)
-/// # Sparse, SparseOp::Add
-/// w.reshape(-1)[indices] = (w.reshape(-1)[indices].astype(np.float32) + values.astype(np.float32)).astype(w.dtype)
-/// # LowRank
-/// w32, a32, b32 = (x.astype(np.float32) for x in (w, a, b))
+/// flat, v32 = w.reshape(-1), values.astype(np.float32)
+/// flat[indices] = v32.astype(w.dtype)                                         # Sparse, SparseOp::Set
+/// flat[indices] = (flat[indices].astype(np.float32) + v32).astype(w.dtype)    # Sparse, SparseOp::Add
+///
+/// w32, a32, b32 = (x.astype(np.float32) for x in (w, a, b))                   # LowRank
 /// acc = np.zeros_like(w32)
 /// for k in range(rank):                       # in this order; `b32 @ a32` adds in another
 ///     acc = acc + b32[:, k:k+1] * a32[k:k+1, :]

@@ -41,8 +41,8 @@ struct Pair {
 impl LoraAdapter {
     /// Reads an adapter whose pairs all have one scale, `lora_alpha / rank` as a rule.
     ///
-    /// [`NameMap::wrappers`] takes PEFT's own prefix off. Names are stripped as they were sent; what the map
-    /// ignores and renames are names of weights (`….q_proj.weight`), or, to ignore, of the adapter's tensors.
+    /// [`NameMap::wrappers`] takes PEFT's own prefix off. The map strips names as they were sent, and renames
+    /// weights (`….q_proj.weight`); it may ignore either a weight or a tensor of the adapter.
     /// The whole adapter is in memory then, in the dtypes it was sent in.
     ///
     /// # Errors
@@ -55,9 +55,9 @@ impl LoraAdapter {
     /// [`NameMap::wrappers`].
     ///
     /// The scale is `lora_alpha / rank`, or `lora_alpha / sqrt(rank)` with `use_rslora`; `rank_pattern` is
-    /// understood. An adapter that is more than its pairs, or whose pairs mean something else (DoRA, biases,
-    /// `fan_in_fan_out`, `alpha_pattern`, `modules_to_save`, an initialisation that changes the base weights),
-    /// is refused.
+    /// understood. An adapter that is more than its pairs, or whose pairs mean something else, is refused:
+    /// DoRA, biases, `fan_in_fan_out`, `alpha_pattern`, `modules_to_save`, an initialisation that changes the
+    /// base weights.
     ///
     /// # Errors
     /// A [`LoraError`]: a file can't be read, the configuration asks for what isn't there, or the tensors are

@@ -43,10 +43,10 @@ enum Change<'a> {
 impl<'a> Prepared<'a> {
     /// Prepares a change that was checked against this tensor.
     pub(super) fn new(delta: &Delta<'a>, tensor: &TensorSpec) -> Self {
-        let (rows, row_len) = match tensor.shape.split_first() {
-            Some((&rows, row)) => (rows, row.iter().product()),
-            None => (1, 1),
-        };
+        // By division, since the rest of an empty tensor's shape may be beyond counting.
+        let elements = tensor.checked_bytes().map_or(0, |bytes| bytes / tensor.dtype.size());
+        let rows = tensor.shape.first().copied().unwrap_or(1);
+        let row_len = elements.checked_div(rows).unwrap_or(0);
         let change = match *delta {
             Delta::Sparse { indices, values, dtype, op } => Change::Sparse { indices, values, dtype, op },
             Delta::LowRank { a, b, rank, dtype, scale } => {

@@ -12,7 +12,7 @@ use crate::weights::{ReadError, UniqueKeys, read_bounded};
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
 
 /// What makes an adapter more than its pairs, or its pairs mean something else, unless it is off.
-const MUST_BE_OFF: [&str; 13] = [
+const MUST_BE_OFF: [&str; 12] = [
     "use_dora",
     "use_qalora",
     "use_bdlora",
@@ -25,11 +25,10 @@ const MUST_BE_OFF: [&str; 13] = [
     "layer_replication",
     "alora_invocation_tokens",
     "arrow_config",
-    "lora_ga_config",
 ];
 
-/// Initialisations that leave the base weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ) take the pair's
-/// start out of them: the adapter then belongs to a base that isn't the checkpoint's.
+/// Initialisations that leave the base weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ) take the
+/// pair's start out of them: the adapter then belongs to a base that isn't the checkpoint's.
 const HARMLESS_INITS: [&str; 3] = ["gaussian", "orthogonal", "eva"];
 
 /// The fields that count.

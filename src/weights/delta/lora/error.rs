@@ -95,7 +95,7 @@ pub enum LoraError {
         scale: f32,
     },
     /// The source handed over more or fewer bytes than the shape it listed has.
-    #[error("tensor `{}` came as {received_bytes} bytes, its shape needs {}", cut(name), needed(*expected_bytes))]
+    #[error("tensor `{}` has {received_bytes} bytes, its shape needs {}", cut(name), needed(*expected_bytes))]
     WrongLength {
         /// The tensor.
         name: String,
