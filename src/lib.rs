@@ -70,3 +70,6 @@ pub use weights::{
     SafetensorsFile, SourceError, TensorSet, TensorSpec, TiedHead, TransferError, UnsupportedTensor,
     WeightSource, WeightVersion, WeightsDigest, WeightsMismatch, WrongDType, WrongShape,
 };
+pub use weights::{
+    ProtocolViolation, SharedMemoryClient, SharedMemoryError, SharedMemoryOptions, SharedMemorySource,
+};

@@ -8,6 +8,7 @@ mod layout;
 mod manifest;
 mod resident;
 mod safetensors;
+mod shared_memory;
 mod source;
 mod spec;
 #[cfg(test)]
@@ -25,6 +26,9 @@ pub use manifest::{Manifest, Match, TiedHead, WeightsMismatch, WrongDType, Wrong
 pub use resident::TransferError;
 pub(crate) use resident::{ResidentWeights, transfer};
 pub use safetensors::{SafetensorsBytes, SafetensorsError, SafetensorsFile};
+pub use shared_memory::{
+    ProtocolViolation, SharedMemoryClient, SharedMemoryError, SharedMemoryOptions, SharedMemorySource,
+};
 pub use source::{SourceError, UnsupportedTensor, WeightSource};
 pub use spec::{DType, TensorSpec};
 pub use views::TensorSet;

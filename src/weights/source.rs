@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::safetensors::SafetensorsError;
-use super::{DType, TensorSpec};
+use super::{DType, SharedMemoryError, TensorSpec};
 
 /// A set of named tensors that can be listed and then read, one at a time, in any order.
 ///
@@ -256,6 +256,9 @@ pub enum SourceError {
         /// Length of the last index; 0 before the first.
         count: usize,
     },
+    /// A transfer from another process failed.
+    #[error(transparent)]
+    SharedMemory(Box<SharedMemoryError>),
     /// A framework's own source failed.
     #[error(transparent)]
     Custom(Box<dyn std::error::Error + Send + Sync>),
