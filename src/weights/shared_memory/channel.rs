@@ -57,6 +57,12 @@ impl Channel {
         Self { stream, deadline }
     }
 
+    /// The socket, for a test that sends what is no message.
+    #[cfg(test)]
+    pub(super) fn into_stream(self) -> UnixStream {
+        self.stream
+    }
+
     fn wait(&self, waiting_for: &'static str) -> Wait {
         Wait { begin: Instant::now(), limit: self.deadline, waiting_for }
     }
