@@ -19,7 +19,7 @@ pub(crate) use layout::{
     AttentionBatch, AttentionSpan, HeadShape, KvLayer, KvLayerMut, KvShape, Matrix, MatrixShape, QkNorm,
     RopeAngles, Vector,
 };
-pub(crate) use shared_memory::{AdoptError, SharedMemory};
+pub(crate) use shared_memory::{AdoptError, SharedMapping, SharedMemory};
 
 /// What a matrix product does with its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

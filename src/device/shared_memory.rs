@@ -1,9 +1,9 @@
-//! Memory that another process maps too, passed to it as a descriptor.
+//! Memory shared with another process, which gets it as a descriptor.
 //!
-//! It is a memfd whose size is sealed before anybody else has it: no peer can cut it while it is mapped, so no
-//! access ends in SIGBUS. What the other process may write at any time is never lent out as a slice; bytes
-//! are copied in and out.
-#![allow(unsafe_code, reason = "memory mapping, and copies to and from memory that has no slices")]
+//! It is a memfd whose size is sealed before anybody else has it. Its owner copies out of it with `pread`, which
+//! can only fail: a mapping could end in SIGBUS, since whoever has the descriptor can free pages that a
+//! system short of memory then doesn't give again. The other process maps it.
+#![allow(unsafe_code, reason = "memory mapping, and copies into memory that has no slices")]
 
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -21,26 +21,16 @@ const LABEL: &str = "shared memory";
 /// The size can't change any more, whoever has the descriptor.
 const SIZE_SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
-/// A descriptor that is no memory of the agreed kind, or the system's refusal to map it.
-#[derive(Debug)]
-pub(crate) enum AdoptError {
-    /// What is wrong with the descriptor.
-    Unfit(String),
-    Device(DeviceError),
-}
-
-/// A memfd of a sealed size and its mapping; unmapped and closed when dropped.
+/// Memory of this process that another one writes.
 #[derive(Debug)]
 pub(crate) struct SharedMemory {
     descriptor: OwnedFd,
-    address: usize,
     bytes: usize,
-    writable: bool,
 }
 
 impl SharedMemory {
     /// Makes memory of `bytes` zeros, all of it allocated now: a system that is short of memory refuses here
-    /// and not at some later access. This process only reads it.
+    /// and not at some later access.
     pub(crate) fn create(bytes: usize) -> Result<Self, DeviceError> {
         let too_large = || DeviceError::AddressSpace { label: LABEL, bytes: bytes as u64 };
         if bytes == 0 || isize::try_from(bytes).is_err() {
@@ -53,8 +43,8 @@ impl SharedMemory {
             return Err(out_of_memory());
         }
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let descriptor =
-            rustix::fs::memfd_create("dormouse-weights", flags).map_err(|e| failed("memfd_create", e))?;
+        let descriptor = rustix::fs::memfd_create("dormouse-weights", flags)
+            .map_err(|errno| failed("memfd_create", errno))?;
         let fits = |call, result: Result<(), Errno>| match result {
             Err(Errno::NOMEM | Errno::NOSPC) => Err(out_of_memory()),
             Err(Errno::FBIG | Errno::INVAL) => Err(too_large()),
@@ -67,73 +57,89 @@ impl SharedMemory {
         fits("fallocate", allocated)?;
         rustix::fs::fcntl_add_seals(&descriptor, SIZE_SEALS | SealFlags::SEAL)
             .map_err(|errno| failed("fcntl", errno))?;
-        Self::map(descriptor, bytes, false)
+        Ok(Self { descriptor, bytes })
     }
 
-    /// Maps what another process made by [`create`](Self::create), to write it, after checking that it is
-    /// what it should be.
+    /// What the other process gets.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+
+    /// Copies `out.len()` bytes at `offset` out. If the other process writes them meanwhile, the copy is some
+    /// mix; it doesn't change any more.
+    pub(crate) fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), DeviceError> {
+        assert_within(offset, out.len(), self.bytes);
+        let mut done = 0;
+        while done < out.len() {
+            match rustix::io::pread(&self.descriptor, &mut out[done..], (offset + done) as u64) {
+                // The sealed size rules the end of the file out.
+                Ok(0) => return Err(failed("pread", Errno::IO)),
+                Ok(read) => done += read,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(failed("pread", errno)),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Why memory of another process can't be used.
+#[derive(Debug)]
+pub(crate) enum AdoptError {
+    /// What is wrong with the descriptor.
+    Unfit(String),
+    /// The system refused.
+    Device(DeviceError),
+}
+
+/// Memory of another process, mapped to be written; unmapped when dropped.
+#[derive(Debug)]
+pub(crate) struct SharedMapping {
+    address: usize,
+    bytes: usize,
+}
+
+impl SharedMapping {
+    /// Maps what another process made by [`SharedMemory::create`], after checking that it is what it should
+    /// be. The descriptor is not needed any more then.
     pub(crate) fn adopt(descriptor: OwnedFd, bytes: usize) -> Result<Self, AdoptError> {
         let unfit = |fault: String| Err(AdoptError::Unfit(fault));
+        let refused = |call, errno| AdoptError::Device(failed(call, errno));
         match rustix::fs::fcntl_get_seals(&descriptor) {
             Err(Errno::INVAL) => return unfit("it is no memory file".into()),
-            Err(errno) => return Err(AdoptError::Device(failed("fcntl", errno))),
+            Err(errno) => return Err(refused("fcntl", errno)),
             Ok(seals) if !seals.contains(SIZE_SEALS) => return unfit("its size is not sealed".into()),
             Ok(seals) if seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) => {
                 return unfit("it is sealed against writing".into());
             }
             Ok(_) => {}
         }
-        let stat = rustix::fs::fstat(&descriptor).map_err(|e| AdoptError::Device(failed("fstat", e)))?;
+        let stat = rustix::fs::fstat(&descriptor).map_err(|errno| refused("fstat", errno))?;
         if u64::try_from(stat.st_size) != Ok(bytes as u64) {
             return unfit(format!("it has {} bytes instead of {bytes}", stat.st_size));
         }
-        Self::map(descriptor, bytes, true).map_err(AdoptError::Device)
-    }
-
-    /// `descriptor` is a memory file of `bytes`, its size sealed.
-    fn map(descriptor: OwnedFd, bytes: usize, writable: bool) -> Result<Self, DeviceError> {
-        let protection = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: without an address hint of ours, the kernel picks a range that nothing else uses.
         let mapped = unsafe {
             rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &descriptor, 0)
         };
         match mapped {
-            Ok(start) => Ok(Self { descriptor, address: start.expose_provenance(), bytes, writable }),
-            Err(Errno::NOMEM) => Err(DeviceError::AddressSpace { label: LABEL, bytes: bytes as u64 }),
-            Err(errno) => Err(failed("mmap", errno)),
+            Ok(start) => Ok(Self { address: start.expose_provenance(), bytes }),
+            Err(errno) => Err(refused("mmap", errno)),
         }
-    }
-
-    /// What the other process maps.
-    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
-        self.descriptor.as_fd()
-    }
-
-    /// Copies `out.len()` bytes at `offset` out.
-    pub(crate) fn read(&self, offset: usize, out: &mut [u8]) {
-        let start: *const u8 = std::ptr::with_exposed_provenance(self.range(offset, out.len()));
-        // SAFETY: the range is within a mapping that this value keeps and that can't shrink; `out` is memory
-        // of this process alone. The other process may write meanwhile: then the copy is some mix of bytes,
-        // and nothing here has a reference into what changes.
-        unsafe { std::ptr::copy_nonoverlapping(start, out.as_mut_ptr(), out.len()) }
     }
 
     /// Copies `bytes` in at `offset`.
     pub(crate) fn write(&mut self, offset: usize, bytes: &[u8]) {
-        assert!(self.writable, "only adopted memory is written");
-        let start: *mut u8 = std::ptr::with_exposed_provenance_mut(self.range(offset, bytes.len()));
-        // SAFETY: as in `read`, and the mapping is writable by the assertion; no slice of it exists.
+        assert_within(offset, bytes.len(), self.bytes);
+        let start: *mut u8 = std::ptr::with_exposed_provenance_mut(self.address + offset);
+        // SAFETY: the range is within a writable mapping that this value keeps and whose file can't shrink.
+        // Nothing ever has a reference into it, whatever the other process does with it; `bytes` are elsewhere.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), start, bytes.len()) }
-    }
-
-    /// Address of `len` bytes at `offset`.
-    fn range(&self, offset: usize, len: usize) -> usize {
-        assert!(offset <= self.bytes && len <= self.bytes - offset, "copies stay within the memory");
-        self.address + offset
     }
 }
 
-impl Drop for SharedMemory {
+impl Drop for SharedMapping {
     fn drop(&mut self) {
         let start: *mut c_void = std::ptr::with_exposed_provenance_mut(self.address);
         // SAFETY: the range is mapped and owned by this value, and no references into it exist.
@@ -142,6 +148,10 @@ impl Drop for SharedMemory {
             tracing::error!(address = self.address, bytes = self.bytes, %errno, "memory was not unmapped");
         }
     }
+}
+
+fn assert_within(offset: usize, len: usize, bytes: usize) {
+    assert!(offset <= bytes && len <= bytes - offset, "copies stay within the memory");
 }
 
 fn failed(call: &'static str, errno: Errno) -> DeviceError {

@@ -25,7 +25,7 @@
 //!           ◀── {"sent":{}}
 //!   {"committed":{"counter":7,"digest":"…64 hex digits…"}} ───▶           then the next index, if any
 //!
-//!   {"refused":{"reason":"…"}} ───────────────────────────────▶           instead of anything after index
+//!   {"refused":{"reason":"…"}} ───────────────────────────────▶           instead of anything
 //!           ◀── {"abort":{"reason":"…"}}                                  instead of anything
 //! ```
 //!
@@ -48,6 +48,8 @@
 //! - A message has at most 64 KiB; `index` 64 MiB, `want` 16 MiB.
 //!
 //! Each side waits for the other at most for its own deadline, counted for one whole message.
+//!
+//! `tests/common/trainer.rs` is a trainer that knows nothing of this crate but the above.
 
 mod channel;
 mod client;

@@ -99,15 +99,14 @@ impl Channel {
         self.receive_within(limit_bytes, self.wait(waiting_for), &mut Vec::new(), 0)
     }
 
-    /// Receives a message that carries exactly one descriptor.
+    /// Receives a message that may carry one descriptor.
     pub(super) fn receive_with<M: Message>(
         &self,
         waiting_for: &'static str,
-    ) -> Result<(M, OwnedFd), SharedMemoryError> {
+    ) -> Result<(M, Option<OwnedFd>), SharedMemoryError> {
         let mut descriptors = Vec::new();
         let message = self.receive_within(MAX_MESSAGE_BYTES, self.wait(waiting_for), &mut descriptors, 1)?;
-        let missing = ProtocolViolation::Descriptors { received: 0, expected: 1 };
-        Ok((message, descriptors.pop().ok_or(missing)?))
+        Ok((message, descriptors.pop()))
     }
 
     /// What the other side said last, if it is gone and said why.

@@ -12,12 +12,15 @@ use super::error::{ProtocolViolation, SharedMemoryError};
 use super::message::{
     FromEngine, FromTrainer, Index, MAX_MESSAGE_BYTES, MAX_WANT_BYTES, Message as _, PROTOCOL, readable,
 };
-use crate::device::{AdoptError, SharedMemory};
+use crate::device::{AdoptError, SharedMapping};
 use crate::weights::json::cut;
 use crate::weights::{SourceError, TensorSpec, WeightSource, WeightVersion};
 
 /// A trainer's connection to an engine in another process (see
 /// [`SharedMemorySource`](super::SharedMemorySource)), for any number of updates.
+///
+/// A client in another language needs a Unix socket and JSON; the protocol is described at the begin of
+/// `src/weights/shared_memory.rs`.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -39,7 +42,7 @@ pub struct SharedMemoryClient {
 /// A connection that stands.
 struct Live {
     channel: Channel,
-    memory: SharedMemory,
+    memory: SharedMapping,
     half_bytes: usize,
     /// Halves that the engine hasn't taken yet, the older one first.
     filled: VecDeque<usize>,
@@ -222,12 +225,17 @@ impl Writer<'_> {
 }
 
 /// Receives the greeting and maps the memory that came with it.
-fn greeted(channel: &Channel) -> Result<(SharedMemory, usize), SharedMemoryError> {
+fn greeted(channel: &Channel) -> Result<(SharedMapping, usize), SharedMemoryError> {
     let waiting_for = "the engine's welcome";
     let (message, descriptor) = channel.receive_with(waiting_for)?;
-    let (protocol, half_bytes) = match message {
-        FromEngine::Welcome { protocol, half_bytes } => (protocol, half_bytes),
-        other => return Err(unexpected(other, waiting_for)),
+    let (protocol, half_bytes, descriptor) = match (message, descriptor) {
+        (FromEngine::Welcome { protocol, half_bytes }, Some(descriptor)) => {
+            (protocol, half_bytes, descriptor)
+        }
+        (FromEngine::Welcome { .. }, None) => {
+            return Err(ProtocolViolation::Descriptors { received: 0, expected: 1 }.into());
+        }
+        (other, _) => return Err(unexpected(other, waiting_for)),
     };
     if protocol != PROTOCOL {
         return Err(ProtocolViolation::Version { version: protocol, supported: PROTOCOL }.into());
@@ -237,7 +245,7 @@ fn greeted(channel: &Channel) -> Result<(SharedMemory, usize), SharedMemoryError
     let Some((half, both)) = half.and_then(|half| Some((half, half.checked_mul(2)?))) else {
         return Err(impossible.into());
     };
-    match SharedMemory::adopt(descriptor, both) {
+    match SharedMapping::adopt(descriptor, both) {
         Ok(memory) => Ok((memory, half)),
         Err(AdoptError::Unfit(fault)) => Err(ProtocolViolation::Memory { fault }.into()),
         Err(AdoptError::Device(error)) => Err(error.into()),

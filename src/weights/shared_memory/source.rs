@@ -14,8 +14,8 @@ use super::{MIN_HALF_BYTES, SharedMemoryOptions};
 use crate::device::{DeviceError, SharedMemory};
 use crate::weights::{SourceError, TensorSpec, UnsupportedTensor, WeightSource, WeightVersion};
 
-/// Most bytes that are copied out and handed on at a time.
-const WINDOW_BYTES: usize = 1 << 20;
+/// Most bytes that are copied out and handed on at a time: few enough for a processor's own cache.
+const WINDOW_BYTES: usize = 256 << 10;
 
 /// The tensors of a trainer in another process, which sends them through shared memory (see
 /// [`SharedMemoryClient`](super::SharedMemoryClient)).
@@ -112,8 +112,9 @@ impl SharedMemorySource {
             return Err(SharedMemoryError::HalfTooSmall { half_bytes, min_bytes: MIN_HALF_BYTES });
         }
         let too_large = DeviceError::AddressSpace { label: "shared memory", bytes: half_bytes as u64 };
-        let memory = SharedMemory::create(half_bytes.checked_mul(2).ok_or(too_large)?)?;
         let channel = Channel::new(stream, deadline);
+        let memory = half_bytes.checked_mul(2).ok_or(too_large).and_then(SharedMemory::create);
+        let memory = memory.inspect_err(|error| channel.send_last_word(&refusal(error)))?;
         let welcome = FromEngine::Welcome { protocol: PROTOCOL, half_bytes: half_bytes as u64 };
         channel.send_with(&welcome, memory.descriptor())?;
         let live = Live {
@@ -169,7 +170,7 @@ impl SharedMemorySource {
             if live.phase == Phase::Idle {
                 return Err(out_of_turn("refuse", "no update was begun"));
             }
-            live.channel.send(&FromEngine::Refused { reason: readable(&reason.to_string()) })?;
+            live.channel.send(&refusal(&reason))?;
             let under_way = !live.planned.is_empty();
             live.end_update();
             Ok(under_way)
@@ -224,7 +225,7 @@ impl WeightSource for SharedMemorySource {
         Ok(self.run(|live| live.plan(tensors))?)
     }
 
-    /// Hands over a tensor in pieces of at most 1 MiB. Without a [`plan`](WeightSource::plan) the trainer is
+    /// Hands over a tensor in pieces of at most 256 KiB. Without a [`plan`](WeightSource::plan) the trainer is
     /// asked for this one tensor, and nothing is fetched ahead.
     ///
     /// # Errors
@@ -300,7 +301,7 @@ impl Live {
             }
             let bytes = left.min(self.half.filled - self.half.read).min(self.window.len());
             let window = &mut self.window[..bytes];
-            self.memory.read(self.half.number * self.half_bytes + self.half.read, window);
+            self.memory.read(self.half.number * self.half_bytes + self.half.read, window)?;
             self.half.read += bytes;
             left -= bytes;
             if self.half.read == self.half.filled {
@@ -359,7 +360,7 @@ impl Live {
             SharedMemoryError::Gone { .. } => self.channel.last_word::<FromTrainer>().unwrap_or(error),
             SharedMemoryError::Aborted { .. } => error,
             error => {
-                self.channel.send_last_word(&FromEngine::Refused { reason: readable(&error.to_string()) });
+                self.channel.send_last_word(&refusal(&error));
                 error
             }
         }
@@ -370,6 +371,10 @@ impl Live {
 fn unexpected(message: FromTrainer, waiting_for: &'static str) -> SharedMemoryError {
     let received = message.name();
     message.last_word().unwrap_or_else(|| ProtocolViolation::Unexpected { received, waiting_for }.into())
+}
+
+fn refusal(reason: &impl fmt::Display) -> FromEngine {
+    FromEngine::Refused { reason: readable(&reason.to_string()) }
 }
 
 fn out_of_turn(call: &'static str, because: &'static str) -> SharedMemoryError {

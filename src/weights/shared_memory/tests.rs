@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::channel::Channel;
 use super::message::{FromEngine, FromTrainer, Index, MAX_WANT_BYTES};
 use super::*;
-use crate::device::SharedMemory;
+use crate::device::SharedMapping;
 use crate::weights::{
     DType, SourceError, TensorHasher, TensorSpec, WeightSource, WeightVersion, WeightsDigest,
 };
@@ -114,7 +114,7 @@ fn accepted(half_bytes: usize, deadline: Duration) -> (SharedMemorySource, UnixS
 /// A trainer that does what a test tells it.
 struct Trainer {
     channel: Channel,
-    memory: SharedMemory,
+    memory: SharedMapping,
     half_bytes: usize,
 }
 
@@ -124,7 +124,11 @@ impl Trainer {
         let (welcome, descriptor) = channel.receive_with("welcome").unwrap();
         let FromEngine::Welcome { protocol: 1, half_bytes } = welcome else { panic!("{welcome:?}") };
         let half_bytes = usize::try_from(half_bytes).unwrap();
-        Self { channel, memory: SharedMemory::adopt(descriptor, 2 * half_bytes).unwrap(), half_bytes }
+        Self {
+            channel,
+            memory: SharedMapping::adopt(descriptor.unwrap(), 2 * half_bytes).unwrap(),
+            half_bytes,
+        }
     }
 
     fn say(&self, message: &FromTrainer) {
@@ -289,8 +293,10 @@ fn halves_that_are_too_small_or_too_large_are_refused() {
         assert!(matches!(refused, Err(SharedMemoryError::HalfTooSmall { .. })));
     }
     for half_bytes in [1 << 45, 1 << 60, usize::MAX / 2, usize::MAX] {
-        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
         let refused = SharedMemorySource::accept(ours, options(half_bytes));
         assert!(matches!(refused, Err(SharedMemoryError::Memory(_))), "{half_bytes}");
+        let told = SharedMemoryClient::over(theirs, PATIENT);
+        assert!(matches!(told, Err(SharedMemoryError::Refused { .. })), "{told:?}");
     }
 }

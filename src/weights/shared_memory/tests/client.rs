@@ -6,6 +6,7 @@ use std::os::unix::net::UnixListener;
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::*;
+use crate::device::SharedMemory;
 use crate::weights::UnsupportedTensor;
 
 const HALF: usize = 64;

@@ -349,3 +349,23 @@ fn c18_a_panic_or_a_refusal_in_the_midst_ends_the_connection_on_both_sides() {
         assert_ended(&mut source);
     });
 }
+
+/// Whoever has the memory may free its pages: they read as zeros, and nothing ends in a signal.
+#[test]
+fn b68_a_trainer_that_frees_the_memory_spoils_its_own_update_only() {
+    let (mut source, theirs) = accepted(8192, PATIENT);
+    let channel = Channel::new(theirs, PATIENT);
+    let (_, memory) = channel.receive_with::<FromEngine>("welcome").unwrap();
+    let memory = memory.unwrap();
+    for bytes in [0, 1, 16_383, 1 << 20] {
+        assert!(rustix::fs::ftruncate(&memory, bytes).is_err(), "the size is sealed");
+    }
+    let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(&memory, punch, 0, 16_384).unwrap();
+    channel.send(&FromTrainer::Index(Index::of(&held().specs(), &[]))).unwrap();
+    channel.send(&FromTrainer::Filled { half: 0, bytes: 254 }).unwrap();
+    channel.send(&FromTrainer::Sent {}).unwrap();
+    let mut zeros = held();
+    zeros.0.iter_mut().for_each(|(_, bytes)| bytes.fill(0));
+    assert_eq!(planned(&mut source).unwrap(), zeros.digest());
+}
