@@ -1,6 +1,6 @@
-//! Weights from a second process: this test binary, started again. It is killed at random and at every message,
-//! stalls, or plays the engine and dies. Tests are named after their case, and take turns: they count
-//! descriptors and mappings.
+//! Weights from a second process: this test binary, started again. It is killed at random and at every
+//! message, stalls, or plays the engine and dies. Tests are named after their case, and take turns: they
+//! count descriptors and mappings.
 #![allow(clippy::unwrap_used, reason = "a test that fails says where")]
 
 mod common;

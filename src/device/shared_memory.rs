@@ -1,8 +1,8 @@
 //! Memory shared with another process, which gets it as a descriptor.
 //!
-//! It is a memfd whose size is sealed before anybody else has it. Its owner copies out of it with `pread`, which
-//! can only fail: a mapping could end in SIGBUS, since whoever has the descriptor can free pages that a
-//! system short of memory then doesn't give again. The other process maps it.
+//! It is a memfd whose size is sealed before anybody else has it. Its owner copies out of it with `pread`,
+//! which can only fail: a mapping could end in SIGBUS, since whoever has the descriptor can free pages that
+//! a system short of memory then doesn't give again. The other process maps it.
 #![allow(unsafe_code, reason = "memory mapping, and copies into memory that has no slices")]
 
 use std::ffi::c_void;
@@ -134,7 +134,8 @@ impl SharedMapping {
         assert_within(offset, bytes.len(), self.bytes);
         let start: *mut u8 = std::ptr::with_exposed_provenance_mut(self.address + offset);
         // SAFETY: the range is within a writable mapping that this value keeps and whose file can't shrink.
-        // Nothing ever has a reference into it, whatever the other process does with it; `bytes` are elsewhere.
+        // Nothing ever has a reference into it, whatever the other process does with it; `bytes` are
+        // elsewhere.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), start, bytes.len()) }
     }
 }

@@ -38,13 +38,13 @@
 //!   at most 2^20 entries.
 //! - `want` names tensors by position in the index. The trainer writes their bytes (little-endian, without
 //!   gaps, one tensor directly behind the other) into the halves in turn, beginning with half 0 for each
-//!   `want`. `filled` says that `bytes` bytes (1 to `half_bytes`) lie at the begin of a half; a half need not
-//!   be full, may hold parts of several tensors, and is written again only after its `taken`. When `want` comes,
-//!   both halves are the trainer's. Tensors without bytes are passed over.
-//! - `finish` asks whether all that was sent belongs together, `sent` says so: a trainer whose weights changed
-//!   meanwhile answers `abort`.
-//! - `committed` and `refused` end the update. After a `refused` that comes while bytes of a `want` are still to
-//!   be copied, after `abort`, and after any error, both sides close the socket.
+//!   `want`. `filled` says that `bytes` bytes (1 to `half_bytes`) lie at the begin of a half; a half need
+//!   not be full, may hold parts of several tensors, and is written again only after its `taken`. When
+//!   `want` comes, both halves are the trainer's. Tensors without bytes are passed over.
+//! - `finish` asks whether all that was sent belongs together, `sent` says so: a trainer whose weights
+//!   changed meanwhile answers `abort`.
+//! - `committed` and `refused` end the update. After a `refused` that comes while bytes of a `want` are
+//!   still to be copied, after `abort`, and after any error, both sides close the socket.
 //! - A message has at most 64 KiB; `index` 64 MiB, `want` 16 MiB.
 //!
 //! Each side waits for the other at most for its own deadline, counted for one whole message.

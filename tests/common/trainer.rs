@@ -55,8 +55,11 @@ pub(crate) fn run(socket: &Path, weights: &Weights, moments: &mut Moments) {
     moments.pass();
     let (memory, half_bytes) = receive_welcome(&mut stream);
     moments.pass();
-    let entry = |(name, tensor): &(String, crate::common::Tensor)| json!({"name": name, "dtype": "f32", "shape": tensor.shape});
-    let tensors: Vec<Value> = weights.0.iter().map(entry).collect();
+    let tensors = weights.0.iter().map(|(name, tensor)| {
+        let shape = &tensor.shape;
+        json!({"name": name, "dtype": "f32", "shape": shape})
+    });
+    let tensors: Vec<Value> = tensors.collect();
     send(&mut stream, &json!({"index": {"tensors": tensors}}));
     moments.pass();
     loop {

@@ -70,8 +70,8 @@ impl SharedMemoryClient {
     /// Uses a stream that is connected to the engine's process.
     ///
     /// # Errors
-    /// A [`SharedMemoryError`] if the engine doesn't greet in time or not as it should, or if the memory can't
-    /// be mapped.
+    /// A [`SharedMemoryError`] if the engine doesn't greet in time or not as it should, or if the memory
+    /// can't be mapped.
     pub fn over(stream: UnixStream, deadline: Duration) -> Result<Self, SharedMemoryError> {
         let channel = Channel::new(stream, deadline);
         let (memory, half_bytes) = greeted(&channel).map_err(|error| told(&channel, error))?;
@@ -82,9 +82,9 @@ impl SharedMemoryClient {
     /// they are now. Only the tensors that the engine asks for are read.
     ///
     /// # Errors
-    /// A [`SharedMemoryError`]. After [`SharedMemoryError::Refused`] and [`SharedMemoryError::Aborted`] none of
-    /// the weights are used; after an error that came when everything was sent
-    /// ([`SharedMemoryError::Gone`], [`SharedMemoryError::Deadline`]) the engine may have committed them.
+    /// A [`SharedMemoryError`]. The weights are not used, with one exception: after
+    /// [`SharedMemoryError::Gone`] and [`SharedMemoryError::Deadline`] the engine may have committed them
+    /// and not been able to say so.
     pub fn send(&mut self, source: &mut dyn WeightSource) -> Result<WeightVersion, SharedMemoryError> {
         let mut live = self.live.take().ok_or(SharedMemoryError::Ended)?;
         match live.send(source) {

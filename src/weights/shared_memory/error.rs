@@ -7,8 +7,8 @@ use std::time::Duration;
 use crate::device::DeviceError;
 use crate::weights::SourceError;
 
-/// A transfer through shared memory that failed. Unless a variant says otherwise the connection is closed, its
-/// memory given back, and every later call on it returns [`SharedMemoryError::Ended`].
+/// A transfer through shared memory that failed. Unless a variant says otherwise the connection is closed,
+/// its memory given back, and every later call on it returns [`SharedMemoryError::Ended`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SharedMemoryError {
@@ -82,7 +82,8 @@ pub enum SharedMemoryError {
         /// Bytes that came.
         received_bytes: u64,
     },
-    /// A message to the other process, in practice a trainer's index, is longer than it may be. It was not sent.
+    /// A message to the other process, in practice a trainer's index, is longer than it may be. It was not
+    /// sent.
     #[error("a message of {bytes} bytes, {limit_bytes} at most")]
     MessageTooLong {
         /// Its length.

@@ -207,7 +207,8 @@ fn impossible(tensor: &str, fault: &'static str) -> ProtocolViolation {
     ProtocolViolation::Tensor { tensor: cut(tensor).into(), fault }
 }
 
-/// A reason cut to what a message may hold, without control characters that would disturb a terminal or a log.
+/// A reason cut to what a message may hold, without control characters that would disturb a terminal or a
+/// log.
 pub(super) fn readable(reason: &str) -> String {
     let kept = |c: &char| !c.is_control() || *c == '\n';
     reason.chars().filter(kept).take(MAX_REASON_CHARS).collect()

@@ -21,8 +21,8 @@ const WINDOW_BYTES: usize = 256 << 10;
 /// [`SharedMemoryClient`](super::SharedMemoryClient)).
 ///
 /// One connection carries any number of updates. Each of them is a load from this source, after which the
-/// trainer is told: [`confirm`](Self::confirm) with the version it became, or [`refuse`](Self::refuse) with the
-/// reason why it is none. A trainer that is told nothing before the source is dropped gets
+/// trainer is told: [`confirm`](Self::confirm) with the version it became, or [`refuse`](Self::refuse) with
+/// the reason why it is none. A trainer that is told nothing before the source is dropped gets
 /// [`SharedMemoryError::Gone`].
 ///
 /// ```no_run
@@ -52,8 +52,8 @@ const WINDOW_BYTES: usize = 256 << 10;
 ///
 /// Whoever may write the memory can't do more than spoil its own update: everything the trainer says is
 /// checked, the memory can't shrink, and what is digested is a private copy. Every wait ends at the deadline
-/// of the options. After an error other than [`SharedMemoryError::OutOfTurn`] the connection is closed and its
-/// memory given back; later calls return [`SharedMemoryError::Ended`].
+/// of the options. After an error other than [`SharedMemoryError::OutOfTurn`] the connection is closed and
+/// its memory given back; later calls return [`SharedMemoryError::Ended`].
 pub struct SharedMemorySource {
     /// `None` after an error.
     live: Option<Live>,
@@ -145,8 +145,8 @@ impl SharedMemorySource {
     /// update.
     ///
     /// # Errors
-    /// [`SharedMemoryError::OutOfTurn`] unless a load from this source was finished before, or an error of the
-    /// connection. The weights are committed anyway; only the trainer doesn't know.
+    /// [`SharedMemoryError::OutOfTurn`] unless a load from this source was finished before, or an error of
+    /// the connection. The weights are committed anyway; only the trainer doesn't know.
     pub fn confirm(&mut self, version: WeightVersion) -> Result<(), SharedMemoryError> {
         self.run(|live| {
             if live.phase != Phase::Sent {
@@ -159,8 +159,8 @@ impl SharedMemorySource {
         })
     }
 
-    /// Tells the trainer that its weights were not taken, in words for it to report, such as the load's error.
-    /// The connection then stands for its next update, unless bytes were still under way.
+    /// Tells the trainer that its weights were not taken, in words for it to report, such as the load's
+    /// error. The connection then stands for its next update, unless bytes were still under way.
     ///
     /// # Errors
     /// [`SharedMemoryError::OutOfTurn`] if no update was begun, or an error of the connection, among them
@@ -225,8 +225,8 @@ impl WeightSource for SharedMemorySource {
         Ok(self.run(|live| live.plan(tensors))?)
     }
 
-    /// Hands over a tensor in pieces of at most 256 KiB. Without a [`plan`](WeightSource::plan) the trainer is
-    /// asked for this one tensor, and nothing is fetched ahead.
+    /// Hands over a tensor in pieces of at most 256 KiB. Without a [`plan`](WeightSource::plan) the trainer
+    /// is asked for this one tensor, and nothing is fetched ahead.
     ///
     /// # Errors
     /// [`SourceError::NoSuchTensor`], with nothing asked for, or [`SourceError::SharedMemory`].
