@@ -1,7 +1,9 @@
 //! Weights from another process: the trainer sends them through shared memory while the engine sleeps. This
-//! program starts itself a second time as the trainer.
+//! program starts itself a second time as the trainer, or another one that speaks the protocol:
 //!
 //! `cargo run --release --example two_processes`
+//!
+//! `cargo run --release --example two_processes -- --trainer "python3 examples/trainer.py"`
 
 use std::error::Error;
 use std::os::unix::net::UnixListener;
@@ -17,9 +19,16 @@ use safetensors::SafeTensors;
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/model");
 
 fn main() -> Result<(), Box<dyn Error>> {
-    match std::env::args().nth(1) {
-        Some(socket) => trainer(Path::new(&socket)),
-        None => engine(),
+    let me = std::env::current_exe()?;
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    match &args[..] {
+        [] => engine(Command::new(me).arg("--send-to")),
+        [flag, command] if flag == "--trainer" => {
+            let mut words = command.split_whitespace();
+            engine(Command::new(words.next().ok_or("which trainer?")?).args(words))
+        }
+        [flag, socket] if flag == "--send-to" => trainer(Path::new(socket)),
+        _ => Err("usage: two_processes [--trainer COMMAND]".into()),
     }
 }
 
@@ -35,11 +44,11 @@ fn trainer(socket: &Path) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn engine() -> Result<(), Box<dyn Error>> {
+fn engine(trainer: &mut Command) -> Result<(), Box<dyn Error>> {
     let me = format!("engine {}", std::process::id());
     let socket = std::env::temp_dir().join(format!("dormouse-{}.socket", std::process::id()));
     let listener = UnixListener::bind(&socket)?;
-    let mut trainer = Command::new(std::env::current_exe()?).arg(&socket).spawn()?;
+    let mut trainer = trainer.arg(&socket).spawn()?;
     let (stream, _) = listener.accept()?;
     std::fs::remove_file(&socket)?;
     // Halves this small so that even this model takes several.
