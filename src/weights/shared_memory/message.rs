@@ -1,13 +1,9 @@
 //! The messages, and what bounds them.
 
-use std::fmt;
-use std::marker::PhantomData;
-
-use serde::de::{Deserializer, Error as _, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
 use super::error::{ProtocolViolation, SharedMemoryError};
-use crate::weights::json::cut;
+use crate::weights::json::{Bounded, cut};
 use crate::weights::{DType, TensorSpec, UnsupportedTensor, WeightVersion};
 
 /// The version of the protocol that this is.
@@ -212,40 +208,4 @@ fn impossible(tensor: &str, fault: &'static str) -> ProtocolViolation {
 pub(super) fn readable(reason: &str) -> String {
     let kept = |c: &char| !c.is_control() || *c == '\n';
     reason.chars().filter(kept).take(MAX_REASON_CHARS).collect()
-}
-
-/// A list of at most `LIMIT` elements: reading stops at the first one too many.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(transparent)]
-pub(super) struct Bounded<T, const LIMIT: usize>(pub(super) Vec<T>);
-
-impl<T, const LIMIT: usize> Default for Bounded<T, LIMIT> {
-    fn default() -> Self {
-        Self(Vec::new())
-    }
-}
-
-impl<'de, T: Deserialize<'de>, const LIMIT: usize> Deserialize<'de> for Bounded<T, LIMIT> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct List<T, const LIMIT: usize>(PhantomData<T>);
-        impl<'de, T: Deserialize<'de>, const LIMIT: usize> Visitor<'de> for List<T, LIMIT> {
-            type Value = Bounded<T, LIMIT>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, "a list of at most {LIMIT} elements")
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
-                let mut elements = Vec::new();
-                while let Some(element) = list.next_element()? {
-                    if elements.len() == LIMIT {
-                        return Err(A::Error::custom(format_args!("more than {LIMIT} elements")));
-                    }
-                    elements.push(element);
-                }
-                Ok(Bounded(elements))
-            }
-        }
-        deserializer.deserialize_seq(List(PhantomData))
-    }
 }

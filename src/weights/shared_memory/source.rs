@@ -8,10 +8,11 @@ use std::time::Duration;
 use super::channel::Channel;
 use super::error::{ProtocolViolation, SharedMemoryError};
 use super::message::{
-    Bounded, FromEngine, FromTrainer, MAX_INDEX_BYTES, MAX_MESSAGE_BYTES, Message as _, PROTOCOL, readable,
+    FromEngine, FromTrainer, MAX_INDEX_BYTES, MAX_MESSAGE_BYTES, Message as _, PROTOCOL, readable,
 };
 use super::{MIN_HALF_BYTES, SharedMemoryOptions};
 use crate::device::{DeviceError, SharedMemory};
+use crate::weights::json::Bounded;
 use crate::weights::{SourceError, TensorSpec, UnsupportedTensor, WeightSource, WeightVersion};
 
 /// Most bytes that are copied out and handed on at a time: few enough for a processor's own cache.
