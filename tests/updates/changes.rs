@@ -1,8 +1,8 @@
 //! Partial updates and changes: digest and output are those of the merged whole, computed here.
 
 use dormouse::{
-    BeginError, CommitError, DType, Delta, DeltaError, LoadOptions, LoraAdapter, NameMap, PushError,
-    SafetensorsBytes, SparseOp, TransferError, UpdateError, UpdateOptions,
+    BeginError, CommitError, DType, Delta, DeltaError, EngineBuilder, KvCapacity, LoadOptions, LoraAdapter,
+    ModelConfig, NameMap, PushError, SafetensorsBytes, SparseOp, TransferError, UpdateError, UpdateOptions,
 };
 
 use crate::common::{Tensor, Weights, encode, tiny_weights};
@@ -336,4 +336,50 @@ fn c29_partial_pieces_in_any_order() {
     let all = Weights(w1.0.clone());
     loaded.update(all.source()).unwrap();
     assert_wakes_like_fresh(loaded, &w1);
+}
+
+/// Matrices of several blocks, merged by several threads.
+#[test]
+fn c29_changes_of_large_tensors_have_no_seam() {
+    let config = ModelConfig::from_json(
+        r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 240,
+        "intermediate_size": 30, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": 5003,
+        "hidden_act": "silu", "eos_token_id": 0, "tie_word_embeddings": true}"#,
+    )
+    .unwrap();
+    let builder = |dtype, threads| {
+        EngineBuilder::from_config(config.clone())
+            .dtype(dtype)
+            .kv_cache(KvCapacity::Blocks(4))
+            .threads(threads)
+    };
+    for dtype in [DType::F32, DType::Bf16] {
+        let asleep = builder(dtype, 1).build_asleep().unwrap();
+        let tensors = asleep.expected_weights().tensors().iter().enumerate().map(|(i, spec)| {
+            let values = some(i as u32, spec.shape.iter().product());
+            (spec.name.clone(), encode(dtype, spec.shape.clone(), values))
+        });
+        let w0 = Weights(tensors.collect());
+        let indices: Vec<u64> = (0..5003 * 240).step_by(7).collect();
+        let elements = encode(DType::F16, vec![], some(1, indices.len())).data;
+        let a = encode(DType::F32, vec![], some(2, 2 * 240)).data;
+        let b = encode(DType::F32, vec![], some(3, 5003 * 2)).data;
+        let changes = [
+            Delta::Sparse { indices: &indices, values: &elements, dtype: DType::F16, op: SparseOp::Add },
+            Delta::LowRank { a: &a, b: &b, rank: 2, dtype: DType::F32, scale: -1.5 },
+        ];
+        for delta in &changes {
+            let mut expected = w0.clone();
+            *get_mut(&mut expected, EMBEDDING) = merged(get(&w0, EMBEDDING), delta);
+            for (options, threads) in modes().into_iter().zip([3, 1]) {
+                let asleep = builder(dtype, threads).build_asleep().unwrap();
+                let mut loaded = asleep.load_weights(w0.source()).unwrap();
+                let mut update = loaded.begin_update(options.partial([EMBEDDING])).unwrap();
+                update.push_delta(EMBEDDING, delta).unwrap();
+                assert_eq!(update.commit().unwrap().version.digest, digest(&expected));
+                assert_holds(&loaded, &expected);
+            }
+        }
+    }
 }

@@ -4,8 +4,9 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use dormouse::{
-    Bucket, BucketEntry, CommitError, DType, Delta, Engine, LoadOptions, PieceError, PushError, SparseOp,
-    TransferError, Update, UpdateOptions, WeightsDigest, WeightsLoaded,
+    Bucket, BucketEntry, CommitError, DType, Delta, Engine, LoadOptions, PieceError, PushError, SourceError,
+    SparseOp, TensorSpec, TransferError, Update, UpdateError, UpdateMode, UpdateOptions, WeightSource,
+    WeightsDigest, WeightsLoaded,
 };
 
 use crate::common::{Weights, encode};
@@ -314,9 +315,66 @@ fn c17_every_fault_of_a_source_is_listed() {
     let mut loaded = loaded(&w0);
     let before = known(&loaded);
     let error = loaded.update(bad.source()).unwrap_err();
-    let dormouse::UpdateError::Push(PushError::Mismatch(faults)) = error else { panic!("{error}") };
+    let UpdateError::Push(PushError::Mismatch(faults)) = error else { panic!("{error}") };
     assert_eq!(faults.num_faults(), 5, "{faults}");
     assert_eq!((&faults.missing[0], faults.unknown[0].as_str()), (&missing, "extra.weight"));
     assert_eq!((faults.wrong_shape.len(), faults.wrong_dtype.len(), faults.duplicate.len()), (1, 1, 1));
     assert_eq!(known(&loaded), before);
+}
+
+/// A source that can't even be listed, or doesn't want to be read.
+#[test]
+fn c18_a_source_may_fail_before_its_first_read() {
+    #[derive(Clone, Copy, Debug)]
+    enum At {
+        Index,
+        Plan,
+        PlanPanics,
+        OtherOrder,
+    }
+    struct Early<S>(S, At);
+    impl<S: WeightSource> WeightSource for Early<S> {
+        fn index(&mut self) -> Result<Vec<TensorSpec>, SourceError> {
+            match self.1 {
+                At::Index => Err(SourceError::NoSuchTensor { tensor: 0, count: 0 }),
+                _ => self.0.index(),
+            }
+        }
+        fn plan(&mut self, tensors: &[usize]) -> Result<(), SourceError> {
+            match self.1 {
+                At::Plan => Err(SourceError::NoSuchTensor { tensor: tensors[0], count: 0 }),
+                At::PlanPanics => panic!("a plan that panics"),
+                _ => Ok(()),
+            }
+        }
+        fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
+            // Lists its tensors in one order and reads them in another.
+            self.0.read(tensor ^ 1, sink)
+        }
+    }
+    let (w0, w1) = (weights(1), weights(2));
+    let mut loaded = loaded(&w0);
+    let before = known(&loaded);
+    for at in [At::Index, At::Plan, At::PlanPanics, At::OtherOrder] {
+        for options in [UpdateOptions::default(), UpdateOptions::default().in_place()] {
+            if matches!(at, At::OtherOrder) && options.mode == UpdateMode::InPlace {
+                continue;
+            }
+            let outcome = catch_unwind(AssertUnwindSafe(|| {
+                loaded.update_with(Early(w1.source(), at), options).unwrap_err()
+            }));
+            match (at, outcome) {
+                (At::Index, Ok(UpdateError::Push(PushError::Index(_)))) => {}
+                (At::Plan, Ok(UpdateError::Push(PushError::Transfer(TransferError::Source(_))))) => {}
+                (At::OtherOrder, Ok(UpdateError::Push(PushError::Transfer(error)))) => {
+                    assert!(matches!(error, TransferError::WrongLength { .. }), "{error}");
+                }
+                (At::PlanPanics, Err(_)) => {}
+                (_, outcome) => panic!("{at:?} gave {outcome:?}"),
+            }
+            assert_eq!(known(&loaded), before, "{at:?}");
+        }
+    }
+    loaded.update(w1.source()).unwrap();
+    assert_holds(&loaded, &w1);
 }

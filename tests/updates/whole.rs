@@ -371,3 +371,24 @@ fn b42_nothing_twice_and_nothing_at_all() {
     let tensor: &Tensor = get(&w1, EMBEDDING);
     assert_eq!(tensor.data.len(), 64 * 32 * 4);
 }
+
+/// A trainer may feed from any of its threads.
+#[test]
+fn an_update_and_a_load_can_be_fed_from_another_thread() {
+    let (w0, w1) = (weights(1), weights(2));
+    let mut loaded = loaded(&w0);
+    let mut update = loaded.begin_update(UpdateOptions::default()).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| feed(5, &mut update, &w1).unwrap());
+    });
+    update.commit().unwrap();
+    assert_holds(&loaded, &w1);
+    let mut load = loaded.discard_weights().begin_load(LoadOptions::default()).unwrap();
+    let w0 = std::sync::Arc::new(w0);
+    let set = w0.clone();
+    let loaded = std::thread::spawn(move || {
+        feed(5, &mut load, &set).unwrap();
+        load.commit().unwrap()
+    });
+    assert_holds(&loaded.join().unwrap(), &w0);
+}
