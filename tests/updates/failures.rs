@@ -9,7 +9,7 @@ use dormouse::{
     WeightsDigest, WeightsLoaded,
 };
 
-use crate::common::{Weights, encode};
+use crate::common::{Tensor, Weights, encode};
 use crate::cycle::weights;
 use crate::faulty::{Fault, Faulty};
 use crate::support::{
@@ -85,8 +85,6 @@ fn go_wrong(
     (wrong, at): (Wrong, usize),
     w1: &Weights,
 ) -> bool {
-    let tensors = w1.0.len();
-    let written = at > 0;
     options.load = LoadOptions::default().require_finite().label("never");
     if wrong == Wrong::Digest {
         options.load = options.load.expect_digest(WeightsDigest::from_bytes([1; 32]));
@@ -95,9 +93,7 @@ fn go_wrong(
     for (name, tensor) in &w1.0[..at] {
         update.push(name, &tensor).unwrap();
     }
-    let (name, tensor) = &w1.0[at.min(tensors - 1)];
-    let spec = spec(name, tensor);
-    let half = tensor.data.len() / 2;
+    let written = at > 0;
     match wrong {
         Wrong::Dropped => drop(update),
         Wrong::Forgotten => std::mem::forget(update),
@@ -108,42 +104,60 @@ fn go_wrong(
             });
             catch_unwind(feeding).unwrap_err();
         }
-        Wrong::Missing if at == tensors => drop(update),
-        Wrong::Missing => {
-            let CommitError::Mismatch(faults) = update.commit().unwrap_err() else { panic!("not complete") };
-            assert_eq!((faults.missing.len(), faults.num_faults()), (tensors - at, tensors - at));
+        Wrong::Missing | Wrong::HalfFilled | Wrong::BackOnly | Wrong::Digest => {
+            return not_committed(update, (wrong, at), w1) || written;
         }
-        Wrong::HalfFilled | Wrong::BackOnly if at == tensors => drop(update),
-        Wrong::HalfFilled | Wrong::BackOnly => {
-            let range = if wrong == Wrong::HalfFilled { 0..half } else { half..tensor.data.len() };
-            update.push_piece(&spec, range.start, &tensor.data[range.clone()]).unwrap();
-            for (name, tensor) in &w1.0[at + 1..] {
-                update.push(name, &tensor).unwrap();
-            }
-            let CommitError::Mismatch(faults) = update.commit().unwrap_err() else { panic!("not complete") };
-            assert_eq!((faults.incomplete[0].name.as_str(), faults.num_faults()), (name.as_str(), 1));
-            assert_eq!(faults.incomplete[0].received_bytes, range.len() as u64);
-            return true;
+        Wrong::Unknown | Wrong::Twice | Wrong::BadBucket | Wrong::BadDelta => {
+            push_wrong(update, (wrong, at), w1)
         }
+        // What is left to send goes wrong: nothing is.
+        _ if at == w1.0.len() => drop(update),
+        Wrong::Source(fault) => return read_wrong(update, (fault, at), w1) || written,
+        _ => push_wrong_tensor(update, wrong, &w1.0[at], w1),
+    }
+    written
+}
+
+/// All that was pushed is right, and not what is wanted; tells whether it wrote more.
+fn not_committed(mut update: Update<'_>, (wrong, at): (Wrong, usize), w1: &Weights) -> bool {
+    let tensors = w1.0.len();
+    if wrong == Wrong::Digest {
+        for (name, tensor) in &w1.0[at..] {
+            update.push(name, &tensor).unwrap();
+        }
+        let error = update.commit().unwrap_err();
+        assert!(matches!(error, CommitError::Transfer(TransferError::WrongDigest { .. })), "{error}");
+        return true;
+    }
+    if at == tensors {
+        return false;
+    }
+    if wrong == Wrong::Missing {
+        let CommitError::Mismatch(faults) = update.commit().unwrap_err() else { panic!("not complete") };
+        assert_eq!((faults.missing.len(), faults.num_faults()), (tensors - at, tensors - at));
+        return false;
+    }
+    let (name, tensor) = &w1.0[at];
+    let half = tensor.data.len() / 2;
+    let range = if wrong == Wrong::HalfFilled { 0..half } else { half..tensor.data.len() };
+    update.push_piece(&spec(name, tensor), range.start, &tensor.data[range.clone()]).unwrap();
+    for (name, tensor) in &w1.0[at + 1..] {
+        update.push(name, &tensor).unwrap();
+    }
+    let CommitError::Mismatch(faults) = update.commit().unwrap_err() else { panic!("not complete") };
+    assert_eq!((faults.incomplete[0].name.as_str(), faults.num_faults()), (name.as_str(), 1));
+    assert_eq!(faults.incomplete[0].received_bytes, range.len() as u64);
+    true
+}
+
+/// A push that can go wrong at any point.
+fn push_wrong(mut update: Update<'_>, (wrong, at): (Wrong, usize), w1: &Weights) {
+    let (name, tensor) = &w1.0[at.min(w1.0.len() - 1)];
+    match wrong {
         Wrong::Unknown => {
             let pushed = update.push("model.layers.2.mlp.up_proj.weight", &tensor);
             let PushError::Mismatch(faults) = refused(update, pushed, w1) else { panic!() };
             assert_eq!((faults.unknown.len(), faults.num_faults()), (1, 1));
-        }
-        Wrong::Shape | Wrong::DType if at == tensors => drop(update),
-        Wrong::Shape => {
-            let mut bad = tensor.clone();
-            bad.shape.push(1);
-            let pushed = update.push(name, &&bad);
-            let PushError::Mismatch(faults) = refused(update, pushed, w1) else { panic!() };
-            assert_eq!((faults.wrong_shape[0].received.clone(), faults.num_faults()), (bad.shape, 1));
-        }
-        Wrong::DType => {
-            let elements = tensor.shape.iter().product();
-            let bad = encode(DType::Bf16, tensor.shape.clone(), vec![0.5; elements]);
-            let pushed = update.push(name, &&bad);
-            let PushError::Mismatch(faults) = refused(update, pushed, w1) else { panic!() };
-            assert_eq!((faults.wrong_dtype[0].received, faults.num_faults()), (DType::Bf16, 1));
         }
         Wrong::Twice if at == 0 => drop(update),
         Wrong::Twice => {
@@ -152,7 +166,44 @@ fn go_wrong(
             let PushError::Mismatch(faults) = refused(update, pushed, w1) else { panic!() };
             assert_eq!(faults.duplicate, std::slice::from_ref(name));
         }
-        Wrong::Overlap | Wrong::OutOfRange | Wrong::NotFinite if at == tensors => drop(update),
+        Wrong::BadBucket => {
+            let mut unknown = spec(name, tensor);
+            unknown.name.push('x');
+            let (data, bytes) = (tensor.data.repeat(2), tensor.data.len());
+            let entries = vec![
+                BucketEntry { tensor: spec(name, tensor), offset: 0, range: 0..bytes },
+                BucketEntry { tensor: unknown, offset: 0, range: bytes..2 * bytes },
+            ];
+            let pushed = update.push_bucket(&Bucket::new(entries, &data).unwrap());
+            assert!(matches!(refused(update, pushed, w1), PushError::Mismatch(_)));
+        }
+        _ => {
+            let delta =
+                Delta::Sparse { indices: &[3, 2], values: &[0; 8], dtype: DType::F32, op: SparseOp::Set };
+            let pushed = update.push_delta(name, &delta);
+            let error = refused(update, pushed, w1);
+            assert!(matches!(error, PushError::Delta { .. }), "{error}");
+        }
+    }
+}
+
+/// The next tensor is no good.
+fn push_wrong_tensor(mut update: Update<'_>, wrong: Wrong, (name, tensor): &(String, Tensor), w1: &Weights) {
+    let (spec, mut bad) = (spec(name, tensor), tensor.clone());
+    match wrong {
+        Wrong::Shape => {
+            bad.shape.push(1);
+            let pushed = update.push(name, &&bad);
+            let PushError::Mismatch(faults) = refused(update, pushed, w1) else { panic!() };
+            assert_eq!((&faults.wrong_shape[0].received, faults.num_faults()), (&bad.shape, 1));
+        }
+        Wrong::DType => {
+            let elements = tensor.shape.iter().product();
+            let bad = encode(DType::Bf16, tensor.shape.clone(), vec![0.5; elements]);
+            let pushed = update.push(name, &&bad);
+            let PushError::Mismatch(faults) = refused(update, pushed, w1) else { panic!() };
+            assert_eq!((faults.wrong_dtype[0].received, faults.num_faults()), (DType::Bf16, 1));
+        }
         Wrong::Overlap => {
             update.push_piece(&spec, 5, &tensor.data[5..9]).unwrap();
             let pushed = update.push_piece(&spec, 8, &tensor.data[8..12]);
@@ -164,69 +215,38 @@ fn go_wrong(
             let error = refused(update, pushed, w1);
             assert!(matches!(error, PushError::Piece(PieceError::OutOfRange { .. })), "{error}");
         }
-        Wrong::NotFinite => {
-            let mut bad = tensor.clone();
+        _ => {
+            assert_eq!(wrong, Wrong::NotFinite);
             bad.data[8..12].copy_from_slice(&f32::NAN.to_le_bytes());
             let pushed = update.push(name, &&bad);
-            let error = refused(update, pushed, w1);
-            let index = if bad.shape.len() == 1 { vec![2] } else { vec![0, 2] };
-            match error {
-                PushError::Transfer(TransferError::NonFinite { tensor, index: at, .. }) => {
-                    assert_eq!((&tensor, at), (name, index));
+            let expected = if bad.shape.len() == 1 { vec![2] } else { vec![0, 2] };
+            match refused(update, pushed, w1) {
+                PushError::Transfer(TransferError::NonFinite { tensor, index, .. }) => {
+                    assert_eq!((&tensor, index), (name, expected));
                 }
                 error => panic!("{error}"),
             }
         }
-        Wrong::Digest => {
-            for (name, tensor) in &w1.0[at..] {
-                update.push(name, &tensor).unwrap();
-            }
-            let error = update.commit().unwrap_err();
-            assert!(matches!(error, CommitError::Transfer(TransferError::WrongDigest { .. })), "{error}");
-            return true;
-        }
-        Wrong::BadBucket => {
-            let mut unknown = spec.clone();
-            unknown.name.push('x');
-            let entries = vec![
-                BucketEntry { tensor: spec.clone(), offset: 0, range: 0..tensor.data.len() },
-                BucketEntry { tensor: unknown, offset: 0, range: tensor.data.len()..2 * tensor.data.len() },
-            ];
-            let data = tensor.data.repeat(2);
-            let pushed = update.push_bucket(&Bucket::new(entries, &data).unwrap());
-            assert!(matches!(refused(update, pushed, w1), PushError::Mismatch(_)));
-        }
-        Wrong::BadDelta => {
-            let delta =
-                Delta::Sparse { indices: &[3, 2], values: &[0; 8], dtype: DType::F32, op: SparseOp::Set };
-            let pushed = update.push_delta(name, &delta);
-            let error = refused(update, pushed, w1);
-            assert!(matches!(error, PushError::Delta { .. }), "{error}");
-        }
-        Wrong::Source(_) if at == tensors => drop(update),
-        Wrong::Source(fault) => {
-            // The source brings what is missing, and fails at the middle of it.
-            let rest = Weights(w1.0[at..].to_vec());
-            let fault_at = rest.0.len() / 2;
-            let mut source = Faulty { inner: rest.source(), fault, at: fault_at, reads: 0 };
-            match fault {
-                Fault::Panic | Fault::HalfThenPanic => {
-                    catch_unwind(AssertUnwindSafe(|| update.all(&mut source))).unwrap_err();
-                    assert!(matches!(update.all(&mut w1.source()), Err(PushError::Failed)));
-                    assert!(matches!(update.commit(), Err(CommitError::PushFailed)));
-                }
-                _ => {
-                    let pushed = update.all(&mut source);
-                    let error = refused(update, pushed, w1);
-                    assert!(matches!(error, PushError::Transfer(_)), "{error}");
-                }
-            }
-            // The only tensor left is a matrix of several panels: its half is written.
-            let part = !matches!(fault, Fault::Error | Fault::Panic | Fault::Nothing);
-            return written || fault_at > 0 || part;
-        }
     }
-    written
+}
+
+/// A source brings what is missing, and fails at the middle of it; tells whether anything of it can have been
+/// written.
+fn read_wrong(mut update: Update<'_>, (fault, at): (Fault, usize), w1: &Weights) -> bool {
+    let rest = Weights(w1.0[at..].to_vec());
+    let fault_at = rest.0.len() / 2;
+    let mut source = Faulty { inner: rest.source(), fault, at: fault_at, reads: 0 };
+    if let Fault::Panic | Fault::HalfThenPanic = fault {
+        catch_unwind(AssertUnwindSafe(|| update.all(&mut source))).unwrap_err();
+        assert!(matches!(update.all(&mut w1.source()), Err(PushError::Failed)));
+        assert!(matches!(update.commit(), Err(CommitError::PushFailed)));
+    } else {
+        let pushed = update.all(&mut source);
+        let error = refused(update, pushed, w1);
+        assert!(matches!(error, PushError::Transfer(_)), "{error}");
+    }
+    // If it is the first of them, it is a matrix of several panels.
+    fault_at > 0 || !matches!(fault, Fault::Error | Fault::Panic | Fault::Nothing)
 }
 
 #[test]

@@ -88,6 +88,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
+#[expect(clippy::large_enum_variant, reason = "there is one")]
 enum State {
     Awake(Engine<Awake>),
     Loaded(Engine<WeightsLoaded>),
@@ -184,23 +185,7 @@ fn apply(push: &Push, update: &mut Update<'_>, model: &Model, set: &Weights, pro
                 names.iter().for_each(|name| progress.arrive(name, &get(set, name).data));
             }
         }
-        Push::Change(tensor, at, value) => {
-            let name = progress.pick(*tensor, model);
-            let name = name.as_str();
-            let values = value.to_le_bytes();
-            let delta =
-                Delta::Sparse { indices: &[*at], values: &values, dtype: DType::F32, op: SparseOp::Set };
-            // Of the memory as it is now, where the update is in place: nothing else has touched this tensor.
-            let good = progress.takes(name) && !model.torn;
-            let pushed = update.push_delta(name, &delta);
-            assert_eq!(pushed.is_ok(), good, "{name}: {pushed:?}");
-            progress.failed |= !good;
-            if good {
-                let mut data = get(&model.weights, name).data.clone();
-                data[*at as usize * 4..][..4].copy_from_slice(&values);
-                progress.arrive(name, &data);
-            }
-        }
+        Push::Change(tensor, at, value) => change(update, model, progress, (*tensor, *at, *value)),
         Push::Rest => {
             let wanted = progress.wanted.clone();
             let rest: Vec<&str> =
@@ -217,23 +202,50 @@ fn apply(push: &Push, update: &mut Update<'_>, model: &Model, set: &Weights, pro
             set.0.iter().for_each(|(name, tensor)| progress.arrive(name, &tensor.data));
         }
         Push::Bad(tensor, kind) => {
-            let (name, mut bad) = (model.name(*tensor), get(set, model.name(*tensor)).clone());
-            let pushed = match kind {
-                0 => update.tensor("model.layers.9.mlp.up_proj.weight", &bad),
-                1 => {
-                    bad.shape.push(1);
-                    update.tensor(name, &bad)
-                }
-                2 => {
-                    bad.data.pop();
-                    update.tensor(name, &bad)
-                }
-                _ => update.piece(&spec(name, &bad), bad.data.len(), &[0]),
-            };
-            assert!(pushed.is_err());
+            push_bad(update, model.name(*tensor), set, *kind);
             progress.failed = true;
         }
     }
+}
+
+fn change(
+    update: &mut Update<'_>,
+    model: &Model,
+    progress: &mut Progress,
+    (tensor, at, value): (usize, u64, f32),
+) {
+    let name = progress.pick(tensor, model);
+    let name = name.as_str();
+    let values = value.to_le_bytes();
+    let delta = Delta::Sparse { indices: &[at], values: &values, dtype: DType::F32, op: SparseOp::Set };
+    // Of the memory as it is now, where the update is in place: nothing else has touched this tensor.
+    let good = progress.takes(name) && !model.torn;
+    let pushed = update.push_delta(name, &delta);
+    assert_eq!(pushed.is_ok(), good, "{name}: {pushed:?}");
+    progress.failed |= !good;
+    if good {
+        let mut data = get(&model.weights, name).data.clone();
+        data[at as usize * 4..][..4].copy_from_slice(&values);
+        progress.arrive(name, &data);
+    }
+}
+
+/// Pushes something wrong, which must be refused.
+fn push_bad(update: &mut Update<'_>, name: &str, set: &Weights, kind: u8) {
+    let mut bad = get(set, name).clone();
+    let pushed = match kind {
+        0 => update.tensor("model.layers.9.mlp.up_proj.weight", &bad),
+        1 => {
+            bad.shape.push(1);
+            update.tensor(name, &bad)
+        }
+        2 => {
+            bad.data.pop();
+            update.tensor(name, &bad)
+        }
+        _ => update.piece(&spec(name, &bad), bad.data.len(), &[0]),
+    };
+    assert!(pushed.is_err());
 }
 
 fn update(loaded: &mut Engine<WeightsLoaded>, model: &mut Model, op: &Op) {

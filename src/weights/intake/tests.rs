@@ -213,14 +213,14 @@ fn send_mixed(intake: &mut Intake, memory: &mut Arena, sent: &[Sent], rng: &mut 
     let mut waiting = Waiting { arrived: sent.iter().map(|s| vec![false; s.data.len()]).collect(), peak: 0 };
     let mut pieces: Vec<Piece> = Vec::new();
     let mut sets: Vec<Vec<usize>> = Vec::new();
-    for tensor in 0..sent.len() {
+    for (tensor, whole) in sent.iter().enumerate() {
         match rng.below(6) {
             0 => sets.push(vec![tensor]),
             1 if !sets.is_empty() => {
                 let set = rng.below(sets.len());
                 sets[set].push(tensor);
             }
-            _ => pieces.extend(cut_up(rng, tensor, &sent[tensor])),
+            _ => pieces.extend(cut_up(rng, tensor, whole)),
         }
     }
     match rng.below(3) {
@@ -344,10 +344,12 @@ fn sent_for(case: &Case, shape: &IntakeShape, rng: &mut Rng) -> (Vec<Sent>, Load
         head.data.extend(padding);
         sent.push(head);
     }
-    let mut options = LoadOptions::default();
-    options.convert_dtypes = case.convert;
-    options.trim_vocab_padding = case.padding != [0, 0];
-    options.require_finite = rng.one_in(2);
+    let mut options = LoadOptions {
+        convert_dtypes: case.convert,
+        trim_vocab_padding: case.padding != [0, 0],
+        require_finite: rng.one_in(2),
+        ..LoadOptions::default()
+    };
     if case.wrapped {
         options.names = NameMap::wrappers();
         for tensor in &mut sent {
