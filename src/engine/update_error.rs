@@ -123,8 +123,10 @@ impl From<BeginError> for LoadError {
     }
 }
 
-impl From<PushError> for LoadError {
-    fn from(error: PushError) -> Self {
+/// Not conversions for everybody: a load in pieces can fail in more ways than one from a source.
+impl LoadError {
+    /// The one push of a source failed.
+    pub(super) fn of_push(error: PushError) -> Self {
         match error {
             PushError::Mismatch(mismatch) => Self::Mismatch(mismatch),
             PushError::Transfer(error) => Self::Transfer(error),
@@ -134,10 +136,9 @@ impl From<PushError> for LoadError {
             }
         }
     }
-}
 
-impl From<CommitError> for LoadError {
-    fn from(error: CommitError) -> Self {
+    /// The commit after a push that succeeded failed.
+    pub(super) fn of_commit(error: CommitError) -> Self {
         match error {
             CommitError::Mismatch(mismatch) => Self::Mismatch(mismatch),
             CommitError::Transfer(error) => Self::Transfer(error),

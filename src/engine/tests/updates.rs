@@ -255,11 +255,11 @@ fn c13_every_allocation_and_copy_of_a_load_in_pieces_fails_once() {
                                 (asleep, LoadError::from(error))
                             })?;
                             if let Err(error) = load.push_all(Seeded::new(2)) {
-                                return Err((load.abandon(), LoadError::from(error)));
+                                return Err((load.abandon(), LoadError::of_push(error)));
                             }
                             load.commit().map_err(|failed| {
                                 let (asleep, error) = failed.into_parts();
-                                (asleep, LoadError::from(error))
+                                (asleep, LoadError::of_commit(error))
                             })
                         }));
                         attempt(&device, 0);
