@@ -392,3 +392,36 @@ fn an_update_and_a_load_can_be_fed_from_another_thread() {
     });
     assert_holds(&loaded.join().unwrap(), &w0);
 }
+
+/// A caller who only wants `?` gets along with one error.
+#[test]
+fn every_call_of_an_update_converts_into_the_one_error() {
+    fn all(w1: &crate::common::Weights) -> Result<Engine<dormouse::Awake>, dormouse::Error> {
+        let config = dormouse::ModelConfig::from_json(&crate::common::tiny_config_json(false))?;
+        let asleep = dormouse::EngineBuilder::from_config(config)
+            .kv_cache(dormouse::KvCapacity::Blocks(16))
+            .build_asleep()?;
+        asleep.check_weights(asleep.expected_weights().tensors())?;
+        let mut load = asleep.begin_load(LoadOptions::default())?;
+        load.push_all(w1.source())?;
+        let mut loaded = load.commit()?;
+        let digest = loaded.digest_of(w1.source(), LoadOptions::default())?;
+        assert_eq!(digest, dormouse::WeightsDigest::of(&mut w1.source())?);
+        let mut update = loaded.begin_update(LoadOptions::default().expect_digest(digest))?;
+        for (name, tensor) in &w1.0 {
+            update.push(name, &tensor)?;
+        }
+        update.push_bucket(&dormouse::Bucket::new(vec![], &[])?)?;
+        update.commit()?;
+        loaded.update(w1.source())?;
+        loaded.verify()?;
+        loaded.tensor(EMBEDDING)?;
+        Ok(loaded.wake_up()?)
+    }
+    let w1 = weights(2);
+    assert_eq!(all(&w1).unwrap().version().counter, 3);
+    let mut missing = w1.clone();
+    missing.0.pop();
+    let error = all(&missing).unwrap_err();
+    assert!(matches!(error, dormouse::Error::Commit(CommitError::Mismatch(_))), "{error}");
+}
