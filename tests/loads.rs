@@ -5,6 +5,8 @@
 mod common;
 #[path = "common/cycle.rs"]
 mod cycle;
+#[path = "common/faulty.rs"]
+mod faulty;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -14,6 +16,7 @@ use dormouse::{
     Checkpoint, DType, Engine, KvCapacity, LoadError, Retention, SleepOptions, Sleeping, SourceError,
     TensorSet, TensorSpec, TransferError, WeightSource, WeightsLoaded,
 };
+use faulty::{Fault, Faulty};
 
 #[test]
 fn c07_b18_an_incomplete_load_lists_what_is_missing_and_the_engine_comes_back() {
@@ -116,69 +119,6 @@ fn b23_a_wrong_shape_of_any_kind_is_named_and_a_full_load_recovers() {
     let engine = load(asleep, &w1).wake_up().unwrap();
     assert_eq!(engine.version().counter, 2, "failed loads take no version");
     assert_like_fresh(&engine, &w1, &request(1));
-}
-
-/// What a [`Faulty`] source does at its `at`-th read.
-#[derive(Debug, Clone, Copy)]
-enum Fault {
-    Error,
-    HalfThenError,
-    Panic,
-    HalfThenPanic,
-    Short,
-    Nothing,
-    Long,
-    Finish,
-}
-
-struct Faulty<S> {
-    inner: S,
-    fault: Fault,
-    at: usize,
-    reads: usize,
-}
-
-impl<S: WeightSource> WeightSource for Faulty<S> {
-    fn index(&mut self) -> Result<Vec<TensorSpec>, SourceError> {
-        self.inner.index()
-    }
-
-    fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
-        self.reads += 1;
-        if self.reads != self.at + 1 {
-            return self.inner.read(tensor, sink);
-        }
-        let mut bytes = Vec::new();
-        self.inner.read(tensor, &mut |piece| bytes.extend_from_slice(piece))?;
-        let half = bytes.len() / 2;
-        match self.fault {
-            Fault::Error => return Err(SourceError::NoSuchTensor { tensor, count: 0 }),
-            Fault::HalfThenError => {
-                sink(&bytes[..half]);
-                return Err(SourceError::NoSuchTensor { tensor, count: 0 });
-            }
-            Fault::Panic => panic!("a source that panics"),
-            Fault::HalfThenPanic => {
-                sink(&bytes[..half]);
-                panic!("a source that panics");
-            }
-            Fault::Short => sink(&bytes[..half]),
-            Fault::Nothing => {}
-            Fault::Long => {
-                sink(&bytes);
-                sink(&[0; 4]);
-            }
-            Fault::Finish => sink(&bytes),
-        }
-        Ok(())
-    }
-
-    fn finish(&mut self) -> Result<(), SourceError> {
-        match self.fault {
-            Fault::Finish => Err(SourceError::ChangedDuringRead { path: "gone".into() }),
-            _ => self.inner.finish(),
-        }
-    }
 }
 
 /// A load that fails in the middle leaves the sleeping engine as it was, every time.

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 
 use common::{Weights, awake, prompt, tiny_builder, tiny_weights};
 use dormouse::{
-    Awake, Checkpoint, DType, Engine, EngineBuilder, KvCapacity, ModelConfig, Request, SleepOptions,
-    SourceError, TensorSpec, WeightSource,
+    Awake, Checkpoint, DType, Delta, Engine, EngineBuilder, KvCapacity, LoadOptions, ModelConfig, Request,
+    SleepOptions, SourceError, SparseOp, TensorSpec, UpdateOptions, WeightSource, WeightsLoaded,
 };
 
 const MIB: i64 = 1 << 20;
@@ -64,18 +64,152 @@ fn cycles_are_flat() {
     assert_eq!(handles(), before, "descriptors, threads, mappings");
 }
 
-/// C18: sources that panic, and engines that are dropped in any state, leave nothing.
-fn panics_and_drops_leave_nothing() {
-    struct Panics<S>(S);
-    impl<S: WeightSource> WeightSource for Panics<S> {
-        fn index(&mut self) -> Result<Vec<TensorSpec>, SourceError> {
-            self.0.index()
+/// One update, or an attempt.
+fn update(loaded: &mut Engine<WeightsLoaded>, kind: usize, weights: &[Weights; 2]) {
+    let next = &weights[kind % 2];
+    let (name, tensor) = &next.0[1];
+    let partial = UpdateOptions::default().partial([name.as_str()]);
+    let mut in_place = |kind| {
+        let mut update = loaded.begin_update(UpdateOptions::default().in_place()).unwrap();
+        if kind % 2 == 0 {
+            update.push(name, &tensor).unwrap();
         }
-        fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
-            self.0.read(tensor, sink)?;
-            panic!("a source that panics");
+        drop(update);
+        loaded.update_with(next.source(), UpdateOptions::default().in_place()).unwrap();
+    };
+    match kind % 7 {
+        0 => drop(loaded.update(next.source()).unwrap()),
+        1 => in_place(kind / 7),
+        2 | 3 => {
+            let options = if kind % 7 == 3 { partial.in_place() } else { partial };
+            let values = 0.5_f32.to_le_bytes();
+            let delta =
+                Delta::Sparse { indices: &[7], values: &values, dtype: DType::F32, op: SparseOp::Set };
+            let mut update = loaded.begin_update(options).unwrap();
+            update.push_delta(name, &delta).unwrap();
+            update.commit().unwrap();
+        }
+        4 => {
+            // Dropped with pieces that wait, and a tensor that is half there.
+            let mut update = loaded.begin_update(UpdateOptions::default()).unwrap();
+            let spec = TensorSpec { name: name.clone(), dtype: DType::F32, shape: tensor.shape.clone() };
+            update.push_piece(&spec, 0, &tensor.data[..1000]).unwrap();
+            for piece in (2000..4000).step_by(50).rev() {
+                update.push_piece(&spec, piece, &tensor.data[piece..piece + 7]).unwrap();
+            }
+        }
+        5 => {
+            let source = Panics(next.source());
+            catch_unwind(AssertUnwindSafe(|| loaded.update(source))).unwrap_err();
+        }
+        _ => drop(loaded.update(Weights(next.0[1..].to_vec()).source()).unwrap_err()),
+    }
+}
+
+/// C26, B62: 200 updates of every kind, with wakes and loads in pieces between them.
+fn updates_are_flat() {
+    std::panic::set_hook(Box::new(|_| {}));
+    let weights = [1, 2].map(|seed| tiny_weights(false, DType::F32, seed));
+    let builder = tiny_builder(false, DType::F32).threads(2);
+    let mut loaded = builder.build_asleep().unwrap().load_weights(weights[0].source()).unwrap();
+    let (mut first, mut before) = (0, [0; 3]);
+    for kind in 0..200 {
+        update(&mut loaded, kind, &weights);
+        if kind % 5 == 0 {
+            let engine = loaded.wake_up().unwrap();
+            run(&engine);
+            let asleep = engine.sleep(SleepOptions::default().resident()).unwrap();
+            let mut load = asleep.begin_load(LoadOptions::default()).unwrap();
+            load.push_all(weights[kind % 2].source()).unwrap();
+            loaded = match kind % 2 {
+                0 => load.commit().unwrap(),
+                _ => load.abandon().restore_weights().unwrap(),
+            };
+        }
+        if kind == 60 {
+            (first, before) = (resident(), handles());
         }
     }
+    drop(std::panic::take_hook());
+    let grown = resident() - first;
+    assert!(grown < MIB, "140 updates grew by {grown} bytes");
+    assert_eq!(handles(), before, "descriptors, threads, mappings");
+}
+
+/// Measures the process at every read.
+struct Measured<'a> {
+    inner: Generated,
+    peak: &'a mut i64,
+}
+
+impl WeightSource for Measured<'_> {
+    fn index(&mut self) -> Result<Vec<TensorSpec>, SourceError> {
+        self.inner.index()
+    }
+    fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
+        self.inner.read(tensor, sink)?;
+        *self.peak = (*self.peak).max(resident());
+        Ok(())
+    }
+}
+
+/// B15, C19: an update takes what its report says, and gives it back.
+fn updates_take_what_they_say(layers: usize) {
+    const SLACK: i64 = 4 * MIB;
+    let builder =
+        EngineBuilder::from_config(large_config(layers)).kv_cache(KvCapacity::Tokens(512)).threads(1);
+    let asleep = builder.build_asleep().unwrap();
+    let specs = asleep.expected_weights().tensors().to_vec();
+    let mut loaded = asleep.load_weights(Generated(specs.clone())).unwrap();
+    let weights = loaded.memory().weights_bytes as i64;
+    let first = resident();
+    for round in 0..3 {
+        for in_place in [false, true] {
+            let options = || {
+                let options = UpdateOptions::default();
+                if in_place { options.in_place() } else { options }
+            };
+            let before = resident();
+            let mut peak = 0;
+            let source = Measured { inner: Generated(specs.clone()), peak: &mut peak };
+            let report = loaded.update_with(source, options()).unwrap();
+            let taken = peak - before;
+            let said = report.peak_weights_bytes as i64 - weights;
+            assert!((taken - said).abs() < SLACK, "round {round}: took {taken} bytes, said {said}");
+            let left = resident() - before;
+            assert!(left < SLACK, "round {round}: {left} bytes left after the commit");
+            // Given up at the end, and of a partial one at the begin.
+            let mut update = loaded.begin_update(UpdateOptions::default()).unwrap();
+            update.push_all(Generated(specs[..specs.len() - 1].to_vec())).unwrap();
+            assert!((resident() - before - weights).abs() < SLACK);
+            drop(update);
+            let left = resident() - before;
+            assert!(left < SLACK, "round {round}: {left} bytes left after the drop");
+            let update = loaded.begin_update(options().partial([specs[1].name.as_str()])).unwrap();
+            let taken = resident() - before;
+            let expected = if in_place { 0 } else { weights };
+            assert!((taken - expected).abs() < SLACK, "round {round}: {taken} bytes of a partial update");
+            drop(update);
+        }
+    }
+    let grown = resident() - first;
+    assert!(grown < SLACK, "{grown} bytes more after all");
+}
+
+struct Panics<S>(S);
+
+impl<S: WeightSource> WeightSource for Panics<S> {
+    fn index(&mut self) -> Result<Vec<TensorSpec>, SourceError> {
+        self.0.index()
+    }
+    fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
+        self.0.read(tensor, sink)?;
+        panic!("a source that panics");
+    }
+}
+
+/// C18: sources that panic, and engines that are dropped in any state, leave nothing.
+fn panics_and_drops_leave_nothing() {
     std::panic::set_hook(Box::new(|_| {}));
     let weights = tiny_weights(false, DType::F32, 1);
     let (mut first, mut before) = (0, [0; 3]);
@@ -199,10 +333,12 @@ fn smollm2() {
 #[test]
 fn c19_c26_b61_b62_b63_memory_is_flat_and_really_goes() {
     cycles_are_flat();
+    updates_are_flat();
     panics_and_drops_leave_nothing();
     // Sizes around what an allocator keeps for itself.
     for layers in [1, 8] {
         sleep_gives_the_memory_back(layers);
+        updates_take_what_they_say(layers);
     }
     a_load_from_files_keeps_no_file();
     smollm2();

@@ -5,7 +5,7 @@
 const TOOLCHAIN: &str = "1.95";
 
 #[test]
-fn misuse_of_the_lifecycle_does_not_compile() {
+fn c05_c06_misuse_of_the_lifecycle_does_not_compile() {
     let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".into());
     let version = std::process::Command::new(rustc).arg("--version").output().expect("rustc runs");
     let version = String::from_utf8_lossy(&version.stdout).into_owned();

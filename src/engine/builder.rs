@@ -95,9 +95,9 @@ impl EngineBuilder {
         }
     }
 
-    /// Weight dtype of an engine that is built asleep, as the trainer will send it. Without it each tensor has
-    /// the dtype it has in the checkpoint, or else the configuration says. (No dtype is converted: an engine
-    /// built awake from a checkpoint of another dtype is an error that lists it.)
+    /// Weight dtype. Without it each tensor has the dtype it has in the checkpoint, or else the configuration
+    /// says. [`build`](EngineBuilder::build) converts the checkpoint to it; later loads and updates do so with
+    /// [`LoadOptions::convert_dtypes`](crate::LoadOptions::convert_dtypes) only.
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.dtype = Some(dtype);
         self

@@ -3,12 +3,15 @@
 use std::fmt;
 use std::time::Duration;
 
-use super::{BeginError, CommitError, Engine, State, UpdateError};
+use super::{BeginError, CommitError, Engine, State, TensorError, UpdateError, VerifyError};
 use crate::completion::CompletionError;
 use crate::device::DeviceError;
 use crate::model::ConfigError;
 use crate::request::RequestError;
-use crate::weights::{MixedDTypes, PushError, SourceError, TransferError, WeightVersion, WeightsMismatch};
+use crate::weights::{
+    BucketError, LoraError, MixedDTypes, PushError, SourceError, TransferError, WeightVersion,
+    WeightsMismatch,
+};
 
 /// A transition that failed, with the engine as it was before: usable, in the same state.
 ///
@@ -247,9 +250,9 @@ pub enum Error {
     /// From a sleep.
     #[error(transparent)]
     Sleep(SleepError),
-    /// From a load.
+    /// From a load, or a digest of a source.
     #[error(transparent)]
-    Load(LoadError),
+    Load(#[from] LoadError),
     /// From the begin of a load or an update.
     #[error(transparent)]
     Begin(#[from] BeginError),
@@ -277,6 +280,27 @@ pub enum Error {
     /// From a request.
     #[error(transparent)]
     Request(#[from] RequestError),
+    /// From a tensor that is read back.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+    /// From a verification.
+    #[error(transparent)]
+    Verify(#[from] VerifyError),
+    /// From a model's configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// From a check of a set of weights.
+    #[error(transparent)]
+    Mismatch(#[from] Box<WeightsMismatch>),
+    /// From a source of weights.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// From a bucket.
+    #[error(transparent)]
+    Bucket(#[from] BucketError),
+    /// From an adapter.
+    #[error(transparent)]
+    Lora(#[from] LoraError),
 }
 
 macro_rules! from_failed {

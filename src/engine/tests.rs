@@ -2,6 +2,7 @@
 
 mod faults;
 mod faulty;
+mod updates;
 
 use std::sync::Arc;
 

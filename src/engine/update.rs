@@ -81,7 +81,7 @@ impl Engine<WeightsLoaded> {
         let staged = match mode {
             UpdateMode::InPlace => None,
             UpdateMode::Staged => {
-                let mut staged = self.core.stage(&load)?;
+                let mut staged = self.core.stage(&load).map_err(BeginError::beside_current)?;
                 if let Some((wanted, _)) = &wanted {
                     let parts = &self.core.parts;
                     copy_unwanted(&*parts.device, &parts.layout, wanted, weights.arena(), &mut staged);

@@ -33,8 +33,13 @@ pub enum BeginError {
         /// Version of the last whole weights.
         last: WeightVersion,
     },
-    /// There is no memory to build the new weights beside the current ones. An update
-    /// [in place](crate::UpdateMode::InPlace) needs none.
+    /// There is no memory to build the new weights beside the current ones.
+    #[error("no room beside the current weights, an update in place needs none")]
+    NoRoom {
+        /// What the device says.
+        source: DeviceError,
+    },
+    /// The device refused memory for new weights.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
@@ -47,6 +52,14 @@ impl BeginError {
                 Err(Self::LabelTooLong { bytes, limit_bytes: MAX_LABEL_BYTES })
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Says that there is another way, if it is the room beside the current weights that is missing.
+    pub(super) fn beside_current(self) -> Self {
+        match self {
+            Self::Device(source @ DeviceError::OutOfMemory { .. }) => Self::NoRoom { source },
+            other => other,
         }
     }
 }

@@ -339,10 +339,14 @@ impl Intake {
         }
     }
 
-    /// Puts a stream back, as a digest if it has ended.
+    /// Puts a stream back: as a digest if it has ended, not at all if only empty pieces have come.
     fn put_stream(&mut self, target: Target, stream: Box<Stream>) {
         let slot = self.slot(target).expect("a stream has a slot");
-        *slot = if stream.is_done() { Slot::Done(stream.finish()) } else { Slot::Open(stream) };
+        *slot = match stream.is_done() {
+            true => Slot::Done(stream.finish()),
+            false if stream.is_untouched() => Slot::Empty,
+            false => Slot::Open(stream),
+        };
     }
 
     fn piece(

@@ -61,12 +61,12 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.out_of_range(key, format!("{min} to {max}"), value))
     }
 
-    /// A number above 0 that is finite and above 0 in single precision too.
+    /// A number above 0 that is finite and normal in single precision too: its inverse is finite as well.
     pub(super) fn positive(&self, key: &str) -> Result<Option<f64>, ConfigError> {
         let Some(value) = self.value(key) else { return Ok(None) };
         let number = value.as_f64().ok_or_else(|| self.wrong_type(key, "a number", value))?;
         let single = number as f32;
-        if single.is_finite() && single > 0.0 {
+        if single.is_normal() && single > 0.0 {
             Ok(Some(number))
         } else {
             Err(self.out_of_range(key, "a finite number above 0".into(), value))

@@ -197,6 +197,7 @@ fn hostile_values_are_errors_that_name_field_and_value() {
         ("rope_theta", json!(0)),
         ("rope_theta", json!(-1)),
         ("rope_theta", json!(1e300)),
+        ("rope_theta", json!(3.6e-45)),
         ("max_position_embeddings", json!(0)),
         ("tie_word_embeddings", json!("yes")),
         ("tie_word_embeddings", json!(1)),

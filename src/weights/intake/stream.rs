@@ -82,6 +82,11 @@ impl Stream {
         self.received == self.expected
     }
 
+    /// Whether no byte has arrived.
+    pub(super) fn is_untouched(&self) -> bool {
+        self.received == 0 && self.waiting.is_empty()
+    }
+
     /// The digest of a tensor that is done.
     pub(super) fn finish(self) -> TensorDigest {
         self.hasher.finish()

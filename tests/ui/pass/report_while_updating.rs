@@ -1,0 +1,10 @@
+//! The passing twin of `report_while_updating.rs`.
+use dormouse::*;
+
+fn look(engine: &mut Engine<WeightsLoaded>) {
+    let update = engine.begin_update(UpdateOptions::default()).unwrap();
+    let _ = update.commit();
+    let _ = engine.report();
+}
+
+fn main() {}
