@@ -54,10 +54,7 @@ pub(crate) fn all(model: &Model) -> Outcome<Vec<Way<'_>>> {
     for mib in BUCKET_MIB {
         let buckets = buckets(model, mib << 20)?;
         ways.push(Way::new(format!("buckets of {mib} MiB"), staged.clone(), move |update| {
-            Ok(buckets.iter().try_for_each(|bucket| {
-                update.push_bucket(&Bucket::parse(bucket)?)?;
-                Outcome::Ok(())
-            })?)
+            buckets.iter().try_for_each(|bucket| Ok(update.push_bucket(&Bucket::parse(bucket)?)?))
         }));
     }
     if model.tensors.iter().any(|tensor| tensor.spec.dtype != DType::F32) {

@@ -39,6 +39,9 @@ impl TensorDigest {
     }
 }
 
+/// Runs a number of tasks on several threads.
+type ShareOut<'a> = &'a dyn Fn(usize, &(dyn Fn(usize) + Sync));
+
 /// Computes a tensor's digest from its bytes, given in order in pieces of any size.
 #[derive(Clone)]
 pub(crate) struct TensorHasher {
@@ -74,12 +77,8 @@ impl TensorHasher {
         self.update_shared(bytes, &|count, work| (0..count).for_each(work));
     }
 
-    /// [`TensorHasher::update`], with a function that runs a number of tasks on several threads.
-    pub(crate) fn update_shared(
-        &mut self,
-        mut bytes: &[u8],
-        share_out: &dyn Fn(usize, &(dyn Fn(usize) + Sync)),
-    ) {
+    /// [`TensorHasher::update`] on several threads.
+    pub(crate) fn update_shared(&mut self, mut bytes: &[u8], share_out: ShareOut<'_>) {
         if self.leaf_bytes > 0 {
             let take = bytes.len().min(LEAF_BYTES - self.leaf_bytes);
             self.fill_leaf(&bytes[..take]);

@@ -42,8 +42,8 @@ fn interleave<const SIZE: usize>(a: [u8; STRIP_BYTES], b: [u8; STRIP_BYTES]) -> 
     use std::arch::x86_64::*;
     // SAFETY: SSE2 is part of x86-64, and a vector is its 16 bytes.
     unsafe {
-        let (a, b): (__m128i, __m128i) = (std::mem::transmute(a), std::mem::transmute(b));
-        std::mem::transmute(match SIZE {
+        let [a, b] = std::mem::transmute::<[[u8; STRIP_BYTES]; 2], [__m128i; 2]>([a, b]);
+        std::mem::transmute::<[__m128i; 2], [[u8; STRIP_BYTES]; 2]>(match SIZE {
             2 => [_mm_unpacklo_epi16(a, b), _mm_unpackhi_epi16(a, b)],
             4 => [_mm_unpacklo_epi32(a, b), _mm_unpackhi_epi32(a, b)],
             _ => unreachable!("elements have 2 or 4 bytes"),
