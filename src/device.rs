@@ -11,6 +11,7 @@
 mod arena;
 pub(crate) mod cpu;
 mod layout;
+mod shared_memory;
 
 pub use arena::DeviceError;
 pub(crate) use arena::{Arena, Pages, View, ViewMut};
@@ -18,6 +19,7 @@ pub(crate) use layout::{
     AttentionBatch, AttentionSpan, HeadShape, KvLayer, KvLayerMut, KvShape, Matrix, MatrixShape, QkNorm,
     RopeAngles, Vector,
 };
+pub(crate) use shared_memory::{AdoptError, SharedMapping, SharedMemory};
 
 /// What a matrix product does with its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

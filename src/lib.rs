@@ -74,3 +74,6 @@ pub use weights::{
     UpdateMode, UpdateOptions, WeightSource, WeightVersion, WeightsDigest, WeightsMismatch, WrongDType,
     WrongShape,
 };
+pub use weights::{
+    ProtocolViolation, SharedMemoryClient, SharedMemoryError, SharedMemoryOptions, SharedMemorySource,
+};

@@ -15,6 +15,7 @@ mod names;
 mod options;
 mod resident;
 mod safetensors;
+mod shared_memory;
 mod source;
 mod spec;
 #[cfg(test)]
@@ -41,6 +42,9 @@ pub use names::NameMap;
 pub use options::{LoadOptions, UpdateMode, UpdateOptions};
 pub(crate) use resident::{Identity, ResidentWeights, copy_unwanted, read_rows};
 pub use safetensors::{SafetensorsBytes, SafetensorsError, SafetensorsFile};
+pub use shared_memory::{
+    ProtocolViolation, SharedMemoryClient, SharedMemoryError, SharedMemoryOptions, SharedMemorySource,
+};
 pub use source::{SourceError, UnsupportedTensor, WeightSource};
 pub use spec::{DType, TensorSpec};
 pub(crate) use version::MAX_LABEL_BYTES;

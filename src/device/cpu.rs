@@ -27,6 +27,7 @@ mod transpose;
 use std::sync::Arc;
 
 pub(crate) use budget::Budget;
+pub(super) use budget::system_available_bytes;
 pub(crate) use host_buffer::HostBuffer;
 pub(crate) use math::log_sum_exp;
 pub use simd::SimdPath;

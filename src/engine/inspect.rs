@@ -181,8 +181,8 @@ impl<S: State> Engine<S> {
         options: LoadOptions,
     ) -> Result<WeightsDigest, LoadError> {
         let mut intake = Intake::complete(self.core.parts.intake_shape(), options);
-        intake.push_all(&mut NoMemory, &mut source, true)?;
-        let received = intake.finish().map_err(super::CommitError::from)?;
+        intake.push_all(&mut NoMemory, &mut source, true).map_err(LoadError::of_push)?;
+        let received = intake.finish().map_err(|error| LoadError::of_commit(error.into()))?;
         Ok(received.digest)
     }
 }

@@ -110,8 +110,9 @@ impl From<BeginError> for LoadError {
     }
 }
 
-impl From<PushError> for LoadError {
-    fn from(error: PushError) -> Self {
+impl LoadError {
+    /// What a push of a whole source gives, which is the only one of its transaction.
+    pub(super) fn of_push(error: PushError) -> Self {
         match error {
             PushError::Mismatch(mismatch) => Self::Mismatch(mismatch),
             PushError::Transfer(error) => Self::Transfer(error),
@@ -121,10 +122,9 @@ impl From<PushError> for LoadError {
             }
         }
     }
-}
 
-impl From<CommitError> for LoadError {
-    fn from(error: CommitError) -> Self {
+    /// What the commit after such a push gives.
+    pub(super) fn of_commit(error: CommitError) -> Self {
         match error {
             CommitError::Mismatch(mismatch) => Self::Mismatch(mismatch),
             CommitError::Transfer(error) => Self::Transfer(error),

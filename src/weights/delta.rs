@@ -31,7 +31,7 @@ const MAX_RANK: usize = 4096;
 /// w = (w32 + np.float32(scale) * acc).astype(w.dtype)
 /// ```
 ///
-/// Several changes to one tensor are merged one after the other, each with its own rounding.
+/// An update takes one change for each tensor; several take several updates, each with its own rounding.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum Delta<'a> {

@@ -1,8 +1,10 @@
-//! JSON objects in which a key that occurs twice is an error, not the last one's victory.
+//! JSON that is read strictly: objects in which a key that occurs twice is an error, lists that end at a limit.
 
 use std::fmt;
+use std::marker::PhantomData;
 
-use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
+use serde::Serialize;
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
 /// The entries of an object, each key once. Only this level is checked; nested objects are plain values.
@@ -30,6 +32,42 @@ impl<'de> Deserialize<'de> for UniqueKeys {
             }
         }
         deserializer.deserialize_map(Object)
+    }
+}
+
+/// A list of at most `LIMIT` elements: reading stops at the first one too many.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub(crate) struct Bounded<T, const LIMIT: usize>(pub(crate) Vec<T>);
+
+impl<T, const LIMIT: usize> Default for Bounded<T, LIMIT> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<'de, T: Deserialize<'de>, const LIMIT: usize> Deserialize<'de> for Bounded<T, LIMIT> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct List<T, const LIMIT: usize>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>, const LIMIT: usize> Visitor<'de> for List<T, LIMIT> {
+            type Value = Bounded<T, LIMIT>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "a list of at most {LIMIT} elements")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
+                let mut elements = Vec::new();
+                while let Some(element) = list.next_element()? {
+                    if elements.len() == LIMIT {
+                        return Err(A::Error::custom(format_args!("more than {LIMIT} elements")));
+                    }
+                    elements.push(element);
+                }
+                Ok(Bounded(elements))
+            }
+        }
+        deserializer.deserialize_seq(List(PhantomData))
     }
 }
 

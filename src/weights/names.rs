@@ -19,8 +19,8 @@ use std::collections::BTreeMap;
 ///    [`ignore_under`](NameMap::ignore_under)): if the name as it was sent matches, or what is left of it;
 /// 4. what is left of the name may be given another one ([`rename`](NameMap::rename)).
 ///
-/// A name that would lose all its components keeps them. Two names that become the same are two tensors of one
-/// name, which a load refuses.
+/// A name that would lose all its components keeps them. Two names that become the same are two tensors of
+/// one name, which a load refuses.
 ///
 /// ```
 /// use dormouse::NameMap;
@@ -90,8 +90,8 @@ impl NameMap {
         self
     }
 
-    /// Drops tensors whose name is `name` or ends in its components: `rotary_emb.inv_freq` drops that of every
-    /// layer.
+    /// Drops tensors whose name is `name` or ends in its components: `rotary_emb.inv_freq` drops that of
+    /// every layer.
     #[must_use]
     pub fn ignore(mut self, name: impl Into<String>) -> Self {
         self.ignored.push(name.into());

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::safetensors::SafetensorsError;
-use super::{BucketError, DType, TensorSpec};
+use super::{BucketError, DType, SharedMemoryError, TensorSpec};
 
 /// A set of named tensors that can be listed and then read, one at a time, in any order.
 ///
@@ -262,6 +262,9 @@ pub enum SourceError {
         /// The fault.
         fault: Box<BucketError>,
     },
+    /// A transfer from another process failed.
+    #[error(transparent)]
+    SharedMemory(Box<SharedMemoryError>),
     /// A framework's own source failed.
     #[error(transparent)]
     Custom(Box<dyn std::error::Error + Send + Sync>),

@@ -74,7 +74,7 @@ impl Budget {
 }
 
 /// Bytes that the system could give this process without swapping; `u64::MAX` if it doesn't say.
-pub(super) fn system_available_bytes() -> u64 {
+pub(in crate::device) fn system_available_bytes() -> u64 {
     let memory = read_field(Path::new("/proc/meminfo"), "MemAvailable:").map_or(u64::MAX, |kib| kib << 10);
     memory.min(control_group_available_bytes().unwrap_or(u64::MAX))
 }

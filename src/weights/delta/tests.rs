@@ -178,6 +178,47 @@ fn each_operation_rounds_by_itself() {
     assert_eq!(decode(DType::F16, &merged, 0), f32::INFINITY);
 }
 
+/// What numpy 2 and `ml_dtypes` give for the lines in the documentation of [`Delta`].
+#[test]
+fn numpy_gives_the_same_bits() {
+    const GOLDEN: [(DType, &str, &str, &str); 3] = [
+        (
+            DType::F32,
+            "7776453eb57881beb484a83e98aeba3bdd3ad3bec0cc97bc0b54d4bd57e7013f0f910b3eaa2381be",
+            "c8bbf13d1a1ab5beda4cb53e4043e4bca0aa61bf6833553eb4ee31be9a77e33e1c8d553e80aaa3be",
+            "c8bbf13d00e0b7bdda4cb53e4043e4bc0080f1be6833553eb4ee31be9a77e33e00c0153e80aaa3be",
+        ),
+        (
+            DType::F16,
+            "2c320cb44435d61d9ab6bba4a2ae0f385d3009b4",
+            "8e2fa9b5aa3522a70ebbaa328fb11c37ac321db5",
+            "8e2fbfadaa3522a78cb7aa328fb11c37ae301db5",
+        ),
+        (
+            DType::Bf16,
+            "463e81bea83ebc3bd3be99bcd4bd023f0c3e81be",
+            "f23db5beb53ee4bc62bf553e32bee33e563ea4be",
+            "f23db8bdb53ee4bcf2be553e32bee33e163ea4be",
+        ),
+    ];
+    let numbers = |count: u32, seed: u32| -> Vec<f32> {
+        let number = |i: u32| ((i + seed).wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 24) as f32 - 0.5;
+        (0..count).map(number).collect()
+    };
+    let hex = |bytes: Vec<u8>| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let (a, b) = (encode_all(DType::Bf16, &numbers(20, 100)), encode_all(DType::Bf16, &numbers(8, 200)));
+    let values = encode_all(DType::F16, &numbers(3, 300));
+    let sparse = |op| Delta::Sparse { indices: &[1, 4, 8], values: &values, dtype: DType::F16, op };
+    for (resident, low_rank, add, set) in GOLDEN {
+        let tensor = spec(resident, &[2, 5]);
+        let weights = encode_all(resident, &numbers(10, 1));
+        let delta = Delta::LowRank { a: &a, b: &b, rank: 4, dtype: DType::Bf16, scale: 0.7 };
+        assert_eq!(hex(merge(&delta, &tensor, &weights, &[1])), low_rank, "{resident}");
+        assert_eq!(hex(merge(&sparse(SparseOp::Add), &tensor, &weights, &[1])), add, "{resident}");
+        assert_eq!(hex(merge(&sparse(SparseOp::Set), &tensor, &weights, &[1])), set, "{resident}");
+    }
+}
+
 #[test]
 fn empty_changes_and_empty_tensors_change_nothing() {
     let nothing = Delta::Sparse { indices: &[], values: &[], dtype: DType::F16, op: SparseOp::Set };
@@ -336,7 +377,8 @@ proptest! {
     ) {
         let tensor = spec(DType::F32, &[3, 3]);
         let values = vec![0; (2 * indices.len()).saturating_sub(missing)];
-        let delta = Delta::Sparse { indices: &indices, values: &values, dtype: DType::F16, op: SparseOp::Add };
+        let (dtype, op) = (DType::F16, SparseOp::Add);
+        let delta = Delta::Sparse { indices: &indices, values: &values, dtype, op };
         let fits = values.len() == 2 * indices.len()
             && indices.windows(2).all(|pair| pair[0] < pair[1])
             && indices.iter().all(|&index| index < 9);

@@ -9,10 +9,10 @@
 use std::fmt;
 
 use serde::Deserialize;
-use serde::de::{DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, MapAccess, Visitor};
 
 use super::SafetensorsError;
-use crate::weights::json::cut;
+use crate::weights::json::{Bounded, cut};
 use crate::weights::source::UnsupportedTensor;
 use crate::weights::{DType, TensorSpec};
 
@@ -212,36 +212,8 @@ impl ElementType {
 struct RawTensor<'a> {
     #[serde(borrow)]
     dtype: std::borrow::Cow<'a, str>,
-    shape: Shape,
+    shape: Bounded<usize, MAX_RANK>,
     data_offsets: (u64, u64),
-}
-
-/// A shape of at most [`MAX_RANK`] dimensions: a longer list stops the reader, it isn't collected.
-struct Shape(Vec<usize>);
-
-impl<'de> Deserialize<'de> for Shape {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Dimensions;
-        impl<'de> Visitor<'de> for Dimensions {
-            type Value = Shape;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, "a list of at most {MAX_RANK} dimensions")
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Shape, A::Error> {
-                let mut shape = Vec::new();
-                while let Some(dimension) = list.next_element()? {
-                    if shape.len() == MAX_RANK {
-                        return Err(A::Error::invalid_length(MAX_RANK + 1, &self));
-                    }
-                    shape.push(dimension);
-                }
-                Ok(Shape(shape))
-            }
-        }
-        deserializer.deserialize_seq(Dimensions)
-    }
 }
 
 /// The descriptions read so far and, if the reader was stopped for a reason of ours, that reason.
