@@ -6,26 +6,21 @@
 //! Every time is a median. Nothing is asserted: a busy machine is slow, not wrong.
 #![expect(clippy::print_stdout, reason = "the numbers are the point")]
 
+mod common;
 #[path = "decode/generation.rs"]
 mod generation;
 #[path = "decode/lifecycle.rs"]
 mod lifecycle;
-#[path = "decode/machine.rs"]
-mod machine;
 #[path = "decode/overhead.rs"]
 mod overhead;
-#[path = "decode/report.rs"]
-mod report;
 
-use std::error::Error;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use dormouse::{Awake, Engine, KvCapacity, SimdPath};
 
-use report::Report;
-
-type Outcome<T = ()> = Result<T, Box<dyn Error>>;
+use common::report::Report;
+use common::{Outcome, machine};
 
 /// What the command line asks for.
 #[derive(Debug)]
@@ -92,34 +87,31 @@ impl Options {
     }
 }
 
-/// The middle one; of an even number the lower.
-fn median(mut times: Vec<Duration>) -> Duration {
-    times.sort_unstable();
-    times.get(times.len().saturating_sub(1) / 2).copied().unwrap_or_default()
-}
-
-/// The result and how long it took.
-fn timed<T>(f: impl FnOnce() -> T) -> (T, Duration) {
-    let begin = Instant::now();
-    let result = f();
-    (result, begin.elapsed())
-}
-
-fn gb_per_s(bytes: u64, time: Duration) -> f64 {
-    bytes as f64 / time.as_secs_f64() / 1e9
+/// Says what the machine is, and how fast.
+fn head(options: &Options, limit: f64) -> Report {
+    let mut report = Report::new();
+    let (cpu, simd) = (machine::cpu_name(), machine::simd_name(options.simd));
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    println!("{cpu} on {} threads ({cores} cores), {simd}", options.threads);
+    println!("memory is read at {limit:.1} GB/s (a buffer larger than the caches, all threads)");
+    report.note("threads", options.threads);
+    report.note("simd", simd);
+    report.note("model", options.model.to_string_lossy());
+    report.note("short", options.short);
+    report.note("read_limit_gb_per_s", limit);
+    report
 }
 
 fn main() -> Outcome {
     let options = Options::parse(std::env::args().skip(1))?;
     let begin = Instant::now();
-    let mut report = Report::new(&options);
     let limit = options.read_limit();
-    report.set_limit(limit);
-    report.print_head();
+    let mut report = head(&options, limit);
 
     let engine = options.engine()?;
     let costs = generation::Costs::of(&engine);
-    report.set_model(&engine, &costs);
+    costs.print(&options, &engine);
+    report.note("step_bytes", costs.step_bytes);
     let steps = generation::decode(&options, &engine, &costs, limit, &mut report)?;
     generation::prefill(&options, &engine, &costs, &mut report)?;
     generation::sampling(&options, &engine, &steps, &mut report)?;

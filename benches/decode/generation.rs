@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use dormouse::{Awake, Engine, Request, SamplingParams};
 
-use super::report::{Cell, Report};
-use super::{Options, Outcome, gb_per_s, median, timed};
+use super::Options;
+use super::common::report::{Cell, Report};
+use super::common::{Outcome, gb_per_s, median, timed};
 
 /// Tokens of a prompt where its length is not the question.
 const PROMPT: usize = 8;
@@ -43,6 +44,12 @@ impl Costs {
             }
         }
         costs
+    }
+
+    pub(crate) fn print(&self, options: &Options, engine: &Engine<Awake>) {
+        let (family, layers) = (engine.config().family(), engine.config().num_layers());
+        let (model, megabytes) = (options.model.display(), self.step_bytes as f64 / 1e6);
+        println!("{model}: {family:?}, {layers} layers, a step reads {megabytes:.1} MB of weights");
     }
 
     /// Floating-point operations of a prompt, of whose last token the logits are wanted.
@@ -129,7 +136,7 @@ pub(crate) fn decode(
     note(format!("16 samples of a prompt, context {context}"), 16, time);
     // Other load comes and goes: the limit is the best of before and after.
     let limit = limit.max(options.read_limit());
-    report.set_limit(limit);
+    report.note("read_limit_gb_per_s", limit);
     for row in &mut rows {
         if let Cell::Number(rate, _) = row[3] {
             row.push(Cell::Number(100.0 * rate / limit, 0));

@@ -1,53 +1,12 @@
 //! Sleep, restore, load and wake, beside a copy of the same bytes.
 
-use std::borrow::Cow;
 use std::time::Duration;
 
-use dormouse::{
-    Awake, Checkpoint, DType, Engine, Failed, MemoryReport, Request, SleepOptions, State, TensorSet,
-    TensorSpec, WeightSource,
-};
-use safetensors::{Dtype, View};
+use dormouse::{Awake, Checkpoint, Engine, Failed, MemoryReport, Request, SleepOptions, State, TensorSet};
 
-use super::report::{Cell, Report};
-use super::{Options, Outcome, gb_per_s, machine, median, timed};
-
-/// A tensor as a trainer has it.
-struct Tensor {
-    spec: TensorSpec,
-    data: Vec<u8>,
-}
-
-impl View for &Tensor {
-    fn dtype(&self) -> Dtype {
-        match self.spec.dtype {
-            DType::F32 => Dtype::F32,
-            DType::F16 => Dtype::F16,
-            DType::Bf16 => Dtype::BF16,
-        }
-    }
-    fn shape(&self) -> &[usize] {
-        &self.spec.shape
-    }
-    fn data(&self) -> Cow<'_, [u8]> {
-        (&self.data).into()
-    }
-    fn data_len(&self) -> usize {
-        self.data.len()
-    }
-}
-
-/// All tensors of the checkpoint.
-fn tensors(options: &Options) -> Outcome<Vec<Tensor>> {
-    let mut checkpoint = Checkpoint::at(&options.model);
-    let mut tensors = Vec::new();
-    for (index, spec) in checkpoint.index()?.into_iter().enumerate() {
-        let mut data = Vec::new();
-        checkpoint.read(index, &mut |piece| data.extend_from_slice(piece))?;
-        tensors.push(Tensor { spec, data });
-    }
-    Ok(tensors)
-}
+use super::Options;
+use super::common::report::{Cell, Report};
+use super::common::{Outcome, Tensor, gb_per_s, machine, median, tensors, timed};
 
 /// Times of a phase, the bytes it moves, and what the system counts less.
 #[derive(Debug)]
@@ -136,7 +95,7 @@ fn round(
 }
 
 pub(crate) fn phases(options: &Options, mut engine: Engine<Awake>, report: &mut Report) -> Outcome {
-    let tensors = tensors(options)?;
+    let tensors = tensors(&options.model)?;
     let mut phases = Phases::default();
     let rounds = options.times(5, 1);
     for _ in 0..rounds {

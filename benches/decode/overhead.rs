@@ -6,9 +6,10 @@ use dormouse::{
 };
 use safetensors::tensor::{Dtype, TensorView};
 
+use super::Options;
+use super::common::Outcome;
+use super::common::report::{Cell, Report};
 use super::generation::decode_step;
-use super::report::{Cell, Report};
-use super::{Options, Outcome};
 
 /// One layer of next to nothing.
 const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8,

@@ -22,6 +22,7 @@ mod rows;
 mod simd;
 #[cfg(test)]
 mod tests;
+mod transpose;
 
 use std::sync::Arc;
 

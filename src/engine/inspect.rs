@@ -10,8 +10,8 @@ use crate::weights::{
     WeightVersion, WeightsDigest, read_rows,
 };
 
-/// Bytes that are read back at a time.
-const BLOCK_BYTES: usize = 4 << 20;
+/// Bytes that are read back and digested at a time: they stay in the second-level cache.
+const BLOCK_BYTES: usize = 1 << 20;
 
 /// A tensor read back from an engine, in Hugging Face layout.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -132,7 +132,9 @@ impl<S: Resident> Engine<S> {
             self.state.resident().map_err(|torn| VerifyError::Torn { last: torn.last.clone() })?;
         let manifest = &self.core.parts.manifest;
         let positions = 0..manifest.tensors().len();
-        let differs = positions.filter(|&position| self.digest(position) != Some(identity.digests[position]));
+        let mut block = Vec::new();
+        let differs = positions
+            .filter(|&position| self.digest(position, &mut block) != Some(identity.digests[position]));
         let tensors: Vec<String> =
             differs.map(|position| manifest.tensors()[position].name.clone()).collect();
         let version = identity.version.clone();
@@ -147,8 +149,8 @@ impl<S: Resident> Engine<S> {
         }
     }
 
-    /// Digest of a tensor as it is in memory now.
-    fn digest(&self, position: usize) -> Option<TensorDigest> {
+    /// Digest of a tensor as it is in memory now, read back by way of `block`.
+    fn digest(&self, position: usize, block: &mut Vec<u8>) -> Option<TensorDigest> {
         let parts = &self.core.parts;
         let (arena, _) = self.state.resident().ok()?;
         let tensor = &parts.manifest.tensors()[position];
@@ -156,7 +158,7 @@ impl<S: Resident> Engine<S> {
         let granule = parts.device.packed_rows();
         let block_rows = (BLOCK_BYTES / row_bytes / granule).max(1) * granule;
         let mut hasher = TensorHasher::new(tensor);
-        let mut block = vec![0; block_rows.min(tensor.shape[0]) * row_bytes];
+        block.resize(block.len().max(block_rows.min(tensor.shape[0]) * row_bytes), 0);
         for first_row in (0..tensor.shape[0]).step_by(block_rows) {
             let rows = block_rows.min(tensor.shape[0] - first_row);
             let block = &mut block[..rows * row_bytes];

@@ -8,14 +8,12 @@
 use super::host::SharedMut;
 use super::pool::Pool;
 use super::simd::LANES;
+use super::transpose::{STRIP_BYTES, columns, rows};
 use crate::device::MatrixShape;
 use crate::weights::DType;
 
 /// Copies of fewer bytes run on the caller's thread.
 const PARALLEL_FROM_BYTES: usize = 256 << 10;
-
-/// Columns that are packed at a time: sixteen rows of them fit the first-level cache.
-const BLOCK_COLS: usize = 256;
 
 /// Bytes of a packed matrix, a multiple of 64.
 pub(super) fn packed_bytes(shape: MatrixShape) -> usize {
@@ -126,26 +124,22 @@ fn for_each_part(pool: &Pool, parts: usize, bytes: usize, work: &(dyn Fn(usize) 
 /// Packs `SIZE`-byte elements of some rows of a panel.
 fn write_panel<const SIZE: usize>(dtype: DType, panel: &mut [u8], source: &[u8], place: PanelRows) {
     let groups = panel.as_chunks_mut::<SIZE>().0.as_chunks_mut::<LANES>().0;
-    let source = source.as_chunks::<SIZE>().0;
     let cols = groups.len();
+    let source = source.as_chunks::<SIZE>().0;
+    let mut done = 0;
     if place.lanes == LANES {
-        // Row of the panel in each place of a group.
-        let mut rows: [&[[u8; SIZE]]; LANES] = [&[]; LANES];
-        for (lane, row) in source.chunks_exact(cols).enumerate() {
-            rows[slot(dtype, lane)] = row;
+        let rows_of = source.chunks_exact(cols);
+        let strips = in_slots(dtype, rows_of.map(|row| row.as_flattened().as_chunks::<STRIP_BYTES>().0));
+        let bytes = groups.as_flattened_mut().as_flattened_mut();
+        let blocks = bytes.as_chunks_mut::<STRIP_BYTES>().0.as_chunks_mut::<LANES>().0;
+        for (strip, block) in blocks.iter_mut().enumerate() {
+            *block = columns::<SIZE>(std::array::from_fn(|slot| strips[slot][strip]));
         }
-        for start in (0..cols).step_by(BLOCK_COLS) {
-            let end = cols.min(start + BLOCK_COLS);
-            let rows = rows.map(|row| &row[start..end]);
-            for (k, group) in groups[start..end].iter_mut().enumerate() {
-                *group = std::array::from_fn(|place| rows[place][k]);
-            }
-        }
-        return;
+        done = blocks.len() * STRIP_BYTES / SIZE;
     }
     for (lane, row) in source.chunks_exact(cols).enumerate() {
         let slot = slot(dtype, place.first_lane + lane);
-        for (group, element) in groups.iter_mut().zip(row) {
+        for (group, element) in groups[done..].iter_mut().zip(&row[done..]) {
             group[slot] = *element;
         }
     }
@@ -154,11 +148,33 @@ fn write_panel<const SIZE: usize>(dtype: DType, panel: &mut [u8], source: &[u8],
 /// Unpacks `SIZE`-byte elements of some rows of a panel.
 fn read_panel<const SIZE: usize>(dtype: DType, panel: &[u8], target: &mut [u8], place: PanelRows) {
     let groups = panel.as_chunks::<SIZE>().0.as_chunks::<LANES>().0;
+    let cols = groups.len();
     let target = target.as_chunks_mut::<SIZE>().0;
-    for (lane, row) in target.chunks_exact_mut(groups.len()).enumerate() {
+    let mut done = 0;
+    if place.lanes == LANES {
+        let rows_of = target.chunks_exact_mut(cols);
+        let mut strips = in_slots(dtype, rows_of.map(|row| row.as_flattened_mut().as_chunks_mut().0));
+        let blocks = panel.as_chunks::<STRIP_BYTES>().0.as_chunks::<LANES>().0;
+        for (strip, block) in blocks.iter().enumerate() {
+            for (row, bytes) in strips.iter_mut().zip(rows::<SIZE>(*block)) {
+                row[strip] = bytes;
+            }
+        }
+        done = blocks.len() * STRIP_BYTES / SIZE;
+    }
+    for (lane, row) in target.chunks_exact_mut(cols).enumerate() {
         let slot = slot(dtype, place.first_lane + lane);
-        for (group, element) in groups.iter().zip(row) {
+        for (group, element) in groups[done..].iter().zip(&mut row[done..]) {
             *element = group[slot];
         }
     }
+}
+
+/// Something of each row of a panel, at the row's place in a group.
+fn in_slots<T: Default>(dtype: DType, rows: impl Iterator<Item = T>) -> [T; LANES] {
+    let mut slots: [T; LANES] = Default::default();
+    for (lane, row) in rows.enumerate() {
+        slots[slot(dtype, lane)] = row;
+    }
+    slots
 }

@@ -49,6 +49,26 @@ proptest! {
     }
 }
 
+/// The layout that the module describes, element by element: whole strips of columns and what is left of them.
+#[test]
+fn elements_are_where_the_layout_says() {
+    let device = device(1, SimdPath::Auto);
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        let (shape, size) = (MatrixShape { rows: 37, cols: 29, dtype }, dtype.size());
+        let plain = Noise::new(9).bytes(shape.rows * shape.cols * size);
+        let arena = packed_arena(&device, shape, &plain);
+        let mut packed = vec![0; device.matrix_bytes(shape)];
+        device.read_bytes(arena.view(0, packed.len()), &mut packed);
+        for (index, element) in plain.chunks_exact(size).enumerate() {
+            let (row, col) = (index / shape.cols, index % shape.cols);
+            let (panel, lane) = (row / 16, row % 16);
+            let place = if dtype == DType::Bf16 { lane % 8 * 2 + lane / 8 } else { lane };
+            let at = ((panel * shape.cols + col) * 16 + place) * size;
+            assert_eq!(packed[at..at + size], *element, "{dtype}, row {row}, column {col}");
+        }
+    }
+}
+
 #[test]
 fn large_matrices_are_packed_by_several_threads() {
     let device = device(3, SimdPath::Auto);

@@ -2,11 +2,9 @@
 
 use std::path::Path;
 
-use dormouse::{Awake, Engine};
 use serde_json::{Map, Value, json};
 
-use super::generation::Costs;
-use super::{Options, Outcome, machine};
+use super::{Outcome, machine};
 
 /// One entry of a table.
 #[derive(Debug)]
@@ -46,37 +44,17 @@ impl Cell {
 pub(crate) struct Report(Map<String, Value>);
 
 impl Report {
-    pub(crate) fn new(options: &Options) -> Self {
-        let mut all = Map::new();
-        all.insert("cpu".into(), json!(machine::cpu_name()));
-        all.insert("cores".into(), json!(std::thread::available_parallelism().map_or(1, usize::from)));
-        all.insert("threads".into(), json!(options.threads));
-        all.insert("simd".into(), json!(machine::simd_name(options.simd)));
-        all.insert("model".into(), json!(options.model));
-        all.insert("short".into(), json!(options.short));
-        Self(all)
+    /// Begins with what the machine is.
+    pub(crate) fn new() -> Self {
+        let mut report = Self(Map::new());
+        report.note("cpu", machine::cpu_name());
+        report.note("cores", std::thread::available_parallelism().map_or(1, usize::from));
+        report
     }
 
-    pub(crate) fn set_limit(&mut self, gb_per_s: f64) {
-        self.0.insert("read_limit_gb_per_s".into(), json!(gb_per_s));
-    }
-
-    pub(crate) fn print_head(&self) {
-        let get = |key| match self.0.get(key) {
-            Some(Value::String(text)) => text.clone(),
-            value => value.map(Value::to_string).unwrap_or_default(),
-        };
-        println!("{} on {} threads ({} cores), {}", get("cpu"), get("threads"), get("cores"), get("simd"));
-        let limit = self.0.get("read_limit_gb_per_s").and_then(Value::as_f64).unwrap_or_default();
-        println!("memory is read at {limit:.1} GB/s (a buffer larger than the caches, all threads)");
-    }
-
-    pub(crate) fn set_model(&mut self, engine: &Engine<Awake>, costs: &Costs) {
-        let megabytes = costs.step_bytes as f64 / 1e6;
-        self.0.insert("step_bytes".into(), json!(costs.step_bytes));
-        let (family, layers) = (engine.config().family(), engine.config().num_layers());
-        let model = self.0.get("model").and_then(Value::as_str).unwrap_or_default();
-        println!("{model}: {family:?}, {layers} layers, a step reads {megabytes:.1} MB of weights");
+    /// Keeps a value that is in no table.
+    pub(crate) fn note(&mut self, key: &str, value: impl Into<Value>) {
+        self.0.insert(key.into(), value.into());
     }
 
     /// Prints a table and keeps it under `key`, each row as an object of its columns.
