@@ -186,8 +186,8 @@ fn c17_impossible_indices_are_refused() {
         format!(r#"{{"index":{{"tensors":[{{"name":"{name}","dtype":"{dtype}","shape":{shape}}}]}}}}"#)
     };
     let check = |text: String, expected| refuses(Stage::Greeted, text.as_bytes(), expected);
-    check(entry("a", "i8", "[1]"), "no valid message");
-    check(entry("a", "F32", "[1]"), "no valid message");
+    check(entry("a", "I8", "[1]"), "no valid message");
+    check(entry("a", "f32", "[1]"), "no valid message");
     check(entry("a", "F32", "[-1]"), "no valid message");
     check(entry("a", "F32", "[1.5]"), "no valid message");
     check(entry("a", "F32", "[1,1,1,1,1,1,1,1,1]"), "more than 8 elements");
