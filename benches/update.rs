@@ -14,6 +14,8 @@ mod common;
 mod model;
 #[path = "update/peers.rs"]
 mod peers;
+#[path = "update/process.rs"]
+mod process;
 #[path = "update/times.rs"]
 mod times;
 #[path = "update/ways.rs"]
@@ -25,6 +27,7 @@ use std::time::Instant;
 use common::report::{Cell, Report};
 use common::{Outcome, machine};
 use model::Model;
+use process::Trainer;
 use times::Times;
 
 /// What the command line asks for.
@@ -76,9 +79,16 @@ impl Options {
 }
 
 fn main() -> Outcome {
-    let options = Options::parse(std::env::args().skip(1))?;
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    if let [flag, directory, socket] = &args[..]
+        && flag == process::FLAG
+    {
+        return process::train(directory.as_ref(), socket.as_ref());
+    }
+    let options = Options::parse(args.into_iter())?;
     let begin = Instant::now();
     let model = Model::open(options.model.as_deref())?;
+    let trainer = Trainer::start(&model)?;
     let report = &mut Report::new();
     head(&options, &model, report);
 
@@ -87,7 +97,7 @@ fn main() -> Outcome {
     for threads in options.thread_counts() {
         engines.push(Some(model.engine(threads)?));
     }
-    let mut ways = ways::all(&model)?;
+    let mut ways = ways::all(&model, &trainer)?;
     for _ in 0..options.rounds() {
         baselines::round(&model, &mut times)?;
         peers::candle(&model, &mut times)?;

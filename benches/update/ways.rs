@@ -2,11 +2,12 @@
 
 use dormouse::{
     Bucket, BucketWriter, Checkpoint, DType, Delta, Engine, Failed, LoadOptions, SleepOptions, SourceError,
-    SparseOp, TensorSpec, Update, UpdateOptions, WeightSource, WeightsLoaded,
+    SparseOp, TensorSpec, Update, UpdateOptions, WeightSource, WeightVersion, WeightsLoaded,
 };
 
 use super::common::{Outcome, Tensor, timed};
 use super::model::{Model, set};
+use super::process::Trainer;
 use super::times::{Time, Times};
 
 /// An update from tensors in memory.
@@ -26,6 +27,8 @@ pub(crate) struct Way<'a> {
     name: String,
     options: UpdateOptions,
     push: Box<dyn Fn(&mut Update<'_>) -> Outcome + 'a>,
+    /// What a trainer that waits for it is told.
+    confirm: Option<Box<dyn Fn(&WeightVersion) -> Outcome + 'a>>,
 }
 
 impl<'a> Way<'a> {
@@ -34,12 +37,12 @@ impl<'a> Way<'a> {
         options: impl Into<UpdateOptions>,
         push: impl Fn(&mut Update<'_>) -> Outcome + 'a,
     ) -> Self {
-        Self { name: name.into(), options: options.into(), push: Box::new(push) }
+        Self { name: name.into(), options: options.into(), push: Box::new(push), confirm: None }
     }
 }
 
-/// All ways that bring weights into an engine that has some. (Another process' shared memory belongs here.)
-pub(crate) fn all(model: &Model) -> Outcome<Vec<Way<'_>>> {
+/// All ways that bring weights into an engine that has some.
+pub(crate) fn all<'a>(model: &'a Model, trainer: &'a Trainer) -> Outcome<Vec<Way<'a>>> {
     let staged = LoadOptions::default();
     let push_set = |update: &mut Update<'_>| Ok(update.push_all(model.set())?);
     let mut ways = vec![
@@ -66,6 +69,10 @@ pub(crate) fn all(model: &Model) -> Outcome<Vec<Way<'_>>> {
             move |update| Ok(update.push_all(set(&wide))?),
         ));
     }
+    ways.push(Way {
+        confirm: Some(Box::new(|version| trainer.confirm(version))),
+        ..Way::new("another process, shared memory", LoadOptions::default(), |update| trainer.push(update))
+    });
     ways.extend(partial(model));
     Ok(ways)
 }
@@ -155,7 +162,9 @@ pub(crate) fn round(
         let (report, commit) = timed(|| update.commit());
         let total = begin + receiving + commit;
         let time = Time { total, begin: Some(begin), commit: Some(commit) };
-        times.note(&way.name, threads, report?.received_bytes, time);
+        let report = report?;
+        times.note(&way.name, threads, report.received_bytes, time);
+        way.confirm.as_ref().map_or(Ok(()), |confirm| confirm(&report.version))?;
     }
     let (digest, time) = timed(|| engine.digest_of(InCache::of(model), LoadOptions::default()));
     digest?;

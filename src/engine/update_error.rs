@@ -34,7 +34,7 @@ pub enum BeginError {
         last: WeightVersion,
     },
     /// There is no memory to build the new weights beside the current ones.
-    #[error("no room beside the current weights, an update in place needs none")]
+    #[error("no room beside the current weights, which an update in place would not need: {source}")]
     NoRoom {
         /// What the device says.
         source: DeviceError,
