@@ -36,7 +36,7 @@ pub use builder::{EngineBuilder, KvCapacity, SimdPath};
 pub use error::{
     BuildError, Error, Failed, GenerateError, LoadError, RestoreError, SleepError, StepError, WakeError,
 };
-pub use inspect::{TensorError, VerifyError, VerifyReport, WeightTensor};
+pub use inspect::{TensorError, VerifyError, VerifyReport};
 pub use load::Load;
 pub use report::{EngineStats, LoadReport, MemoryReport, Settled, SleepReport, UpdateReport, WakeReport};
 pub use session::Session;

@@ -62,18 +62,16 @@ pub use engine::{
     Error, Failed, GenerateError, InFlight, KeepWeights, Kept, KvCapacity, Load, LoadError, LoadReport,
     MemoryReport, OnDeadline, Resident, RestoreError, Retention, Session, Settled, SimdPath, SleepError,
     SleepOptions, SleepReport, Sleeping, State, StepError, StepOutput, TensorError, Update, UpdateError,
-    UpdateReport, VerifyError, VerifyReport, WakeError, WakeReport, WeightTensor, WeightsLoaded,
+    UpdateReport, VerifyError, VerifyReport, WakeError, WakeReport, WeightsLoaded,
 };
 pub use model::{ConfigError, ModelConfig, ModelFamily, RopeScaling};
 pub use request::{Request, RequestError, RequestLimits, SamplingParams, TokenId, TokenList};
 pub use weights::{
     Bucket, BucketEntry, BucketError, BucketWriter, Checkpoint, DType, Delta, DeltaError, Incomplete,
     LoadOptions, LoraAdapter, LoraError, LoraMismatch, LoraShapes, Manifest, Match, MixedDTypes, NameMap,
-    ParseDigestError, PieceError, PushError, SafetensorsBytes, SafetensorsError, SafetensorsFile,
+    ParseDigestError, PieceError, ProtocolViolation, PushError, SafetensorsBytes, SafetensorsError,
+    SafetensorsFile, SharedMemoryClient, SharedMemoryError, SharedMemoryOptions, SharedMemorySource,
     SourceError, SparseOp, TensorDigest, TensorSet, TensorSpec, TiedHead, TransferError, UnsupportedTensor,
-    UpdateMode, UpdateOptions, WeightSource, WeightVersion, WeightsDigest, WeightsMismatch, WrongDType,
-    WrongShape,
-};
-pub use weights::{
-    ProtocolViolation, SharedMemoryClient, SharedMemoryError, SharedMemoryOptions, SharedMemorySource,
+    UpdateMode, UpdateOptions, WeightSource, WeightTensor, WeightVersion, WeightsDigest, WeightsMismatch,
+    WrongDType, WrongShape,
 };

@@ -46,7 +46,7 @@ pub use shared_memory::{
     ProtocolViolation, SharedMemoryClient, SharedMemoryError, SharedMemoryOptions, SharedMemorySource,
 };
 pub use source::{SourceError, UnsupportedTensor, WeightSource};
-pub use spec::{DType, TensorSpec};
+pub use spec::{DType, TensorSpec, WeightTensor};
 pub(crate) use version::MAX_LABEL_BYTES;
 pub use version::WeightVersion;
 pub use views::TensorSet;

@@ -4,13 +4,12 @@
 pub(crate) mod machine;
 pub(crate) mod report;
 
-use std::borrow::Cow;
 use std::error::Error;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use dormouse::{Checkpoint, TensorSpec, WeightSource};
-use safetensors::{Dtype, View};
+pub(crate) use dormouse::WeightTensor as Tensor;
+use dormouse::{Checkpoint, WeightSource};
 
 pub(crate) type Outcome<T = ()> = Result<T, Box<dyn Error>>;
 
@@ -29,28 +28,6 @@ pub(crate) fn timed<T>(f: impl FnOnce() -> T) -> (T, Duration) {
 
 pub(crate) fn gb_per_s(bytes: u64, time: Duration) -> f64 {
     bytes as f64 / time.as_secs_f64() / 1e9
-}
-
-/// A tensor as a trainer has it.
-#[derive(Debug)]
-pub(crate) struct Tensor {
-    pub(crate) spec: TensorSpec,
-    pub(crate) data: Vec<u8>,
-}
-
-impl View for &Tensor {
-    fn dtype(&self) -> Dtype {
-        self.spec.dtype.into()
-    }
-    fn shape(&self) -> &[usize] {
-        &self.spec.shape
-    }
-    fn data(&self) -> Cow<'_, [u8]> {
-        (&self.data).into()
-    }
-    fn data_len(&self) -> usize {
-        self.data.len()
-    }
 }
 
 /// All tensors of a checkpoint.

@@ -1,44 +1,16 @@
 //! Proof of what is loaded: digests, resident memory read back, tensors in Hugging Face layout.
 
-use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
 use super::state::Resident;
 use super::{Engine, LoadError, State};
 use crate::weights::{
     Intake, LM_HEAD, LoadOptions, NoMemory, TensorDigest, TensorHasher, TensorSpec, WeightSource,
-    WeightVersion, WeightsDigest, read_rows,
+    WeightTensor, WeightVersion, WeightsDigest, read_rows,
 };
 
 /// Bytes that are read back and digested at a time: they stay in the second-level cache.
 const BLOCK_BYTES: usize = 1 << 20;
-
-/// A tensor read back from an engine, in Hugging Face layout.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WeightTensor {
-    /// Name, dtype and shape.
-    pub spec: TensorSpec,
-    /// Row-major and little-endian.
-    pub data: Vec<u8>,
-}
-
-impl safetensors::View for &WeightTensor {
-    fn dtype(&self) -> safetensors::Dtype {
-        self.spec.dtype.into()
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.spec.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        (&self.data).into()
-    }
-
-    fn data_len(&self) -> usize {
-        self.data.len()
-    }
-}
 
 /// What [`Engine::verify`] found in order.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,4 +1,6 @@
-//! Name, dtype and shape of one tensor.
+//! One tensor: name, dtype and shape, and its bytes.
+
+use std::borrow::Cow;
 
 /// Element type of a weight tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -46,5 +48,33 @@ impl TensorSpec {
     /// Bytes of the whole tensor; `None` if that overflows.
     pub fn checked_bytes(&self) -> Option<usize> {
         self.shape.iter().try_fold(self.dtype.size(), |bytes, &dimension| bytes.checked_mul(dimension))
+    }
+}
+
+/// A tensor in memory, in Hugging Face layout: read back from an engine by
+/// [`Engine::tensor`](crate::Engine::tensor), or to be sent to one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WeightTensor {
+    /// Name, dtype and shape.
+    pub spec: TensorSpec,
+    /// Row-major and little-endian.
+    pub data: Vec<u8>,
+}
+
+impl safetensors::View for &WeightTensor {
+    fn dtype(&self) -> safetensors::Dtype {
+        self.spec.dtype.into()
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.spec.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        (&self.data).into()
+    }
+
+    fn data_len(&self) -> usize {
+        self.data.len()
     }
 }

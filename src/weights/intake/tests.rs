@@ -1,43 +1,19 @@
 //! Weights in any order and any split against a naive model, and every way to be refused.
 
-use std::borrow::Cow;
 use std::collections::BTreeSet;
 
 use proptest::prelude::*;
-use safetensors::Dtype;
 
 use super::*;
 use crate::device::cpu::{CpuDevice, CpuOptions, SimdPath};
 use crate::model::ModelConfig;
 use crate::weights::layout::Place;
 use crate::weights::resident::read_rows;
-use crate::weights::{BucketEntry, DType, NameMap, SourceError, TensorSet};
+use crate::weights::{BucketEntry, DType, NameMap, SourceError, TensorSet, WeightTensor as Sent};
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
 const NORM: &str = "model.norm.weight";
-
-/// A tensor as it is sent.
-#[derive(Debug, Clone, PartialEq)]
-struct Sent {
-    spec: TensorSpec,
-    data: Vec<u8>,
-}
-
-impl View for &Sent {
-    fn dtype(&self) -> Dtype {
-        self.spec.dtype.into()
-    }
-    fn shape(&self) -> &[usize] {
-        &self.spec.shape
-    }
-    fn data(&self) -> Cow<'_, [u8]> {
-        (&self.data).into()
-    }
-    fn data_len(&self) -> usize {
-        self.data.len()
-    }
-}
 
 fn source<'a>(tensors: impl IntoIterator<Item = &'a Sent>) -> TensorSet<&'a Sent> {
     TensorSet::new(tensors.into_iter().map(|sent| (sent.spec.name.clone(), sent)))
