@@ -22,13 +22,15 @@ const RANK: usize = 16;
 /// Of the sparse change: one of so many elements.
 const SPARSE: usize = 100;
 
+type Confirm<'a> = Box<dyn Fn(&WeightVersion) -> Outcome + 'a>;
+
 /// One way for new weights to become current.
 pub(crate) struct Way<'a> {
     name: String,
     options: UpdateOptions,
     push: Box<dyn Fn(&mut Update<'_>) -> Outcome + 'a>,
     /// What a trainer that waits for it is told.
-    confirm: Option<Box<dyn Fn(&WeightVersion) -> Outcome + 'a>>,
+    confirm: Option<Confirm<'a>>,
 }
 
 impl<'a> Way<'a> {

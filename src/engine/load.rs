@@ -42,7 +42,7 @@ impl<W: Retention> Engine<Sleeping<W>> {
     ) -> Result<Engine<WeightsLoaded>, Failed<Sleeping<W>, LoadError>> {
         let _span = info_span!("load_weights").entered();
         let mut load = self.begin_load(options).map_err(|failed| failed.map(LoadError::from))?;
-        match load.transaction.push_all(&mut load.staged, &mut source, true) {
+        match load.transaction.push(|intake| intake.push_all(&mut load.staged, &mut source, true)) {
             Ok(()) => load.commit().map_err(|failed| failed.map(LoadError::of_commit)),
             Err(error) => Err(Failed::new(load.abandon(), LoadError::of_push(error))),
         }

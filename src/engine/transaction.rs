@@ -3,13 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use safetensors::View;
-
 use super::CommitError;
 use super::core::Core;
-use crate::weights::{
-    Bucket, Identity, Intake, Memory, PushError, Received, TensorSpec, WeightSource, WeightVersion,
-};
+use crate::weights::{Identity, Intake, PushError, Received, WeightVersion};
 
 /// Weights that come in for one version.
 #[derive(Debug)]
@@ -38,53 +34,11 @@ impl Transaction {
         Self { intake, label, counter, begun: Instant::now(), receiving: Duration::ZERO }
     }
 
+    /// Runs a push.
     pub(super) fn push(
         &mut self,
-        memory: &mut dyn Memory,
-        name: &str,
-        tensor: &impl View,
+        push: impl FnOnce(&mut Intake) -> Result<(), PushError>,
     ) -> Result<(), PushError> {
-        self.timed(|intake| intake.push(memory, name, tensor))
-    }
-
-    pub(super) fn push_piece(
-        &mut self,
-        memory: &mut dyn Memory,
-        tensor: &TensorSpec,
-        offset: usize,
-        bytes: &[u8],
-    ) -> Result<(), PushError> {
-        self.timed(|intake| intake.push_piece(memory, tensor, offset, bytes))
-    }
-
-    pub(super) fn push_resident(
-        &mut self,
-        memory: &mut dyn Memory,
-        position: usize,
-        offset: usize,
-        bytes: &[u8],
-    ) -> Result<(), PushError> {
-        self.timed(|intake| intake.push_resident(memory, position, offset, bytes))
-    }
-
-    pub(super) fn push_bucket(
-        &mut self,
-        memory: &mut dyn Memory,
-        bucket: &Bucket<'_>,
-    ) -> Result<(), PushError> {
-        self.timed(|intake| intake.push_bucket(memory, bucket))
-    }
-
-    pub(super) fn push_all(
-        &mut self,
-        memory: &mut dyn Memory,
-        source: &mut dyn WeightSource,
-        complete: bool,
-    ) -> Result<(), PushError> {
-        self.timed(|intake| intake.push_all(memory, source, complete))
-    }
-
-    fn timed(&mut self, push: impl FnOnce(&mut Intake) -> Result<(), PushError>) -> Result<(), PushError> {
         let begin = Instant::now();
         let pushed = push(&mut self.intake);
         self.receiving += begin.elapsed();
@@ -116,7 +70,8 @@ macro_rules! forward_pushes {
                 tensor: &impl safetensors::View,
             ) -> Result<(), crate::PushError> {
                 let $this = self;
-                $this.transaction.push($memory, name, tensor)
+                let memory = $memory;
+                $this.transaction.push(|intake| intake.push(memory, name, tensor))
             }
 
             /// Takes a piece of a tensor: `bytes` (little-endian, row-major, any alignment) that begin `offset`
@@ -132,7 +87,8 @@ macro_rules! forward_pushes {
                 bytes: &[u8],
             ) -> Result<(), crate::PushError> {
                 let $this = self;
-                $this.transaction.push_piece($memory, tensor, offset, bytes)
+                let memory = $memory;
+                $this.transaction.push(|intake| intake.push_piece(memory, tensor, offset, bytes))
             }
 
             /// Takes all pieces of a bucket. Names, shapes and dtypes of all are checked before the first is
@@ -142,7 +98,8 @@ macro_rules! forward_pushes {
             /// [`PushError`](crate::PushError); the transaction is over.
             pub fn push_bucket(&mut self, bucket: &crate::Bucket<'_>) -> Result<(), crate::PushError> {
                 let $this = self;
-                $this.transaction.push_bucket($memory, bucket)
+                let memory = $memory;
+                $this.transaction.push(|intake| intake.push_bucket(memory, bucket))
             }
 
             /// Takes every tensor of a source. All faults of its index are found before anything is read.
@@ -151,7 +108,8 @@ macro_rules! forward_pushes {
             /// [`PushError`](crate::PushError); the transaction is over.
             pub fn push_all(&mut self, mut source: impl WeightSource) -> Result<(), crate::PushError> {
                 let $this = self;
-                $this.transaction.push_all($memory, &mut source, false)
+                let memory = $memory;
+                $this.transaction.push(|intake| intake.push_all(memory, &mut source, false))
             }
         }
     };

@@ -41,11 +41,8 @@ impl Engine<WeightsLoaded> {
         options: impl Into<UpdateOptions>,
     ) -> Result<UpdateReport, UpdateError> {
         let mut update = self.begin_update(options)?;
-        update.transaction.push_all(
-            memory(&mut update.staged, &mut update.engine.state.weights),
-            &mut source,
-            true,
-        )?;
+        let memory = memory(&mut update.staged, &mut update.engine.state.weights);
+        update.transaction.push(|intake| intake.push_all(memory, &mut source, true))?;
         Ok(update.commit()?)
     }
 
@@ -205,7 +202,8 @@ impl Update<'_> {
             read_rows(&*parts.device, &parts.layout, arena, parts.layout.places[position], first_row, block);
             merge_shared(&parts, &delta, first_row, row_bytes, block);
             let memory = memory(&mut self.staged, &mut self.engine.state.weights);
-            self.transaction.push_resident(memory, position, first_row * row_bytes, block)?;
+            let offset = first_row * row_bytes;
+            self.transaction.push(|intake| intake.push_resident(memory, position, offset, block))?;
         }
         Ok(())
     }
