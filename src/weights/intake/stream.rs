@@ -1,6 +1,7 @@
 //! One tensor on its way in.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use parking_lot::Mutex;
 
@@ -18,7 +19,6 @@ const PART_BYTES: usize = 64 << 10;
 const MAX_WAITING: usize = 4096;
 
 /// A tensor of which some bytes have arrived.
-#[derive(Debug)]
 pub(super) struct Stream {
     /// As sent.
     sent: TensorSpec,
@@ -41,6 +41,15 @@ pub(super) struct Stream {
     hasher: TensorHasher,
     /// Pieces that lie further on, by offset.
     waiting: BTreeMap<usize, Vec<u8>>,
+}
+
+impl fmt::Debug for Stream {
+    /// How far it is, not the bytes.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct("Stream");
+        shown.field("sent", &self.sent).field("expected", &self.expected).field("received", &self.received);
+        shown.field("waiting", &self.waiting.len()).finish_non_exhaustive()
+    }
 }
 
 impl Stream {
@@ -68,6 +77,11 @@ impl Stream {
             position,
             stored,
         }
+    }
+
+    /// As sent.
+    pub(super) fn name(&self) -> &str {
+        &self.sent.name
     }
 
     pub(super) fn expected(&self) -> usize {
