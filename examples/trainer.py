@@ -4,7 +4,7 @@
 
 starts this with the path of the engine's socket. It sends the tensors of a safetensors file; a trainer sends its
 own: all it needs for each is a name, a dtype, a shape and the bytes (`tensor.contiguous().cpu().numpy().tobytes()`,
-or a view of bf16 as int16). The protocol is described in the documentation of `dormouse::SharedMemoryClient`.
+or a view of bf16 as int16). The protocol is described at the begin of src/weights/shared_memory.rs.
 """
 
 import json

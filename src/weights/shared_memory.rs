@@ -43,8 +43,9 @@
 //!   `want` comes, both halves are the trainer's. Tensors without bytes are passed over.
 //! - `finish` asks whether all that was sent belongs together, `sent` says so: a trainer whose weights
 //!   changed meanwhile answers `abort`.
-//! - `committed` and `refused` end the update; a version that has a label comes with `"label"`. After a `refused` that comes while bytes of a `want` are
-//!   still to be copied, after `abort`, and after any error, both sides close the socket.
+//! - `committed` and `refused` end the update; a version that has a label comes with `"label"`. After a
+//!   `refused` that comes while bytes of a `want` are still to be copied, after `abort`, and after any error,
+//!   both sides close the socket. The engine then empties the memory, whoever still has the descriptor.
 //! - A message has at most 64 KiB; `index` 64 MiB, `want` 16 MiB.
 //!
 //! Each side waits for the other at most for its own deadline, counted for one whole message.
