@@ -1,6 +1,7 @@
 //! Proof of what is loaded: digests, resident memory read back, tensors in Hugging Face layout.
 
 use std::borrow::Cow;
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use super::state::Resident;
@@ -14,12 +15,22 @@ use crate::weights::{
 const BLOCK_BYTES: usize = 1 << 20;
 
 /// A tensor read back from an engine, in Hugging Face layout.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct WeightTensor {
     /// Name, dtype and shape.
     pub spec: TensorSpec,
     /// Row-major and little-endian.
     pub data: Vec<u8>,
+}
+
+impl fmt::Debug for WeightTensor {
+    /// The length, not the bytes.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WeightTensor")
+            .field("spec", &self.spec)
+            .field("data_bytes", &self.data.len())
+            .finish()
+    }
 }
 
 impl safetensors::View for &WeightTensor {
@@ -58,7 +69,10 @@ pub struct VerifyReport {
 #[non_exhaustive]
 pub enum VerifyError {
     /// An update in place began and did not commit: there are no whole weights.
-    #[error("the weights are torn by an update in place that did not commit (last whole: {last})")]
+    #[error(
+        "the weights are torn by an update in place that did not commit (last whole: {last}); \
+             send a complete update"
+    )]
     Torn {
         /// Version of the last whole weights.
         last: WeightVersion,
@@ -84,7 +98,10 @@ pub enum TensorError {
         name: String,
     },
     /// An update in place began and did not commit: there are no whole weights.
-    #[error("the weights are torn by an update in place that did not commit (last whole: {last})")]
+    #[error(
+        "the weights are torn by an update in place that did not commit (last whole: {last}); \
+             send a complete update"
+    )]
     Torn {
         /// Version of the last whole weights.
         last: WeightVersion,

@@ -93,7 +93,7 @@ pub struct UpdateReport {
     pub mode: UpdateMode,
     /// Tensors that came in.
     pub tensors: usize,
-    /// Bytes received, in the layout they were sent in.
+    /// Bytes received, in the layout they were sent in; of a change, the tensor's.
     pub received_bytes: u64,
     /// Most memory that weights took at any moment: twice the weights if staged, once if in place. The KV cache
     /// takes none meanwhile.
@@ -102,7 +102,7 @@ pub struct UpdateReport {
     pub peak_waiting_bytes: u64,
     /// Time from the begin to the commit.
     pub open: Duration,
-    /// Time of it within pushes: reading, converting, checking, digesting, packing.
+    /// Time of it within pushes: reading, merging, converting, checking, digesting, packing.
     pub receiving: Duration,
     /// Time to make the weights current.
     pub commit: Duration,

@@ -165,7 +165,10 @@ impl Update<'_> {
     /// # Errors
     /// [`PushError`]; the transaction is over.
     pub fn push_delta(&mut self, name: &str, delta: &Delta<'_>) -> Result<(), PushError> {
+        let (begin, receiving) = (Instant::now(), self.transaction.receiving);
         let merged = self.merge(name, delta);
+        // The pushes of the blocks are in it.
+        self.transaction.receiving = receiving + begin.elapsed();
         if merged.is_err() {
             self.transaction.intake.fail();
         }

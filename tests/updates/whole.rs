@@ -425,3 +425,17 @@ fn every_call_of_an_update_converts_into_the_one_error() {
     let error = all(&missing).unwrap_err();
     assert!(matches!(error, dormouse::Error::Commit(CommitError::Mismatch(_))), "{error}");
 }
+
+/// Weights are large: what holds them says how many there are when it is printed.
+#[test]
+fn nothing_that_holds_weights_prints_their_bytes() {
+    let w = weights(1);
+    let mut loaded = loaded(&w);
+    let (name, tensor) = &w.0[0];
+    assert!(format!("{:?}", loaded.tensor(name).unwrap()).len() < 300);
+    let mut update = loaded.begin_update(UpdateOptions::default()).unwrap();
+    let empty = format!("{update:?}").len();
+    update.push_piece(&spec(name, tensor), 1000, &tensor.data[1000..]).unwrap();
+    update.push_piece(&spec(name, tensor), 0, &tensor.data[..500]).unwrap();
+    assert!(format!("{update:?}").len() < empty + 300);
+}
