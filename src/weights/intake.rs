@@ -204,6 +204,25 @@ impl Intake {
         })
     }
 
+    /// Whether tensors of these names of the model, each once, may be pushed whole. Nothing is stored.
+    pub(crate) fn check_whole<'a>(&self, names: impl Iterator<Item = &'a str>) -> Result<(), PushError> {
+        if self.failed {
+            return Err(PushError::Failed);
+        }
+        let mut faults = WeightsMismatch::default();
+        for name in names {
+            match self.shape.manifest.position(name) {
+                None => faults.unknown.push(name.to_owned()),
+                Some(position) if !self.wanted[position] => faults.not_asked.push(name.to_owned()),
+                Some(position) if !matches!(self.slots[position], Slot::Empty) => {
+                    faults.duplicate.push(name.to_owned());
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(faults.into_result()?)
+    }
+
     /// Takes a piece of the tensor at a position of the manifest, in its resident dtype.
     pub(crate) fn push_resident(
         &mut self,
