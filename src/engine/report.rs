@@ -39,7 +39,8 @@ pub struct Settled {
 /// What a sleep did.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SleepReport {
-    /// Version of the weights that were resident; `None` if the engine was built asleep.
+    /// Version of the weights that were resident (of the last whole ones, if they were torn); `None` if the engine
+    /// was built asleep.
     pub version: Option<WeightVersion>,
     /// Requests in flight and what became of them.
     pub settled: Settled,

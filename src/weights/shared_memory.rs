@@ -72,7 +72,8 @@ pub struct SharedMemoryOptions {
     /// Bytes of each of the two halves, at least 64. Both are allocated at once and held as long as the
     /// connection is. Halves that fit the processor's caches are faster than large ones.
     pub half_bytes: usize,
-    /// Longest wait for one message of the trainer, or for room to send one.
+    /// Longest wait for one message of the trainer, or for room to send one. An update takes many: one that
+    /// goes on in small steps may last.
     pub deadline: Duration,
 }
 

@@ -858,6 +858,23 @@ fn c28_b26_a_tied_head_equals_the_embedding_or_is_refused() {
     assert_eq!((faults.incomplete[0].name.as_str(), faults.incomplete[0].received_bytes), (HEAD, 4));
 }
 
+/// The tensor that is at fault is the one that was sent.
+#[test]
+fn c28_a_tied_head_with_a_nan_is_called_by_its_own_name() {
+    let shape = tiny(true, DType::F32);
+    let mut head = complete(&shape, &mut Rng(1)).remove(0);
+    head.data[28 * 2 + 8..][..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    for name in [HEAD, EMBEDDING] {
+        head.spec.name = name.into();
+        let mut intake = Intake::complete(shape.clone(), LoadOptions::default().require_finite());
+        let error = intake.push(&mut arena(&shape), name, &&head).unwrap_err();
+        let PushError::Transfer(TransferError::NonFinite { tensor, index, .. }) = error else {
+            panic!("{error}")
+        };
+        assert_eq!((tensor.as_str(), index), (name, vec![2, 2]));
+    }
+}
+
 #[test]
 fn c28_a_partial_update_may_bring_the_head_with_its_embedding_only() {
     let shape = tiny(true, DType::F32);
