@@ -414,6 +414,14 @@ fn every_call_of_an_update_converts_into_the_one_error() {
         update.push_bucket(&dormouse::Bucket::new(vec![], &[])?)?;
         update.commit()?;
         loaded.update(w1.source())?;
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("descriptors are left");
+        let client = std::thread::spawn({
+            let patient = std::time::Duration::from_secs(20);
+            move || dormouse::SharedMemoryClient::over(theirs, patient)
+        });
+        let mut source = dormouse::SharedMemorySource::accept(ours, Default::default())?;
+        drop(client.join().expect("no panic")?);
+        assert!(source.wait_for_offer(std::time::Duration::ZERO)?, "it is gone");
         loaded.verify()?;
         loaded.tensor(EMBEDDING)?;
         Ok(loaded.wake_up()?)
