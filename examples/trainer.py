@@ -4,7 +4,7 @@
 
 starts this with the path of the engine's socket. It sends the tensors of a safetensors file; a trainer sends its
 own: all it needs for each is a name, a dtype, a shape and the bytes (`tensor.contiguous().cpu().numpy().tobytes()`,
-or a view of bf16 as int16). The protocol is described in the documentation of `dormouse::SharedMemoryClient`.
+or a view of bf16 as int16). The protocol is described at the begin of src/weights/shared_memory.rs.
 """
 
 import json
@@ -26,7 +26,7 @@ class Engine:
         self.socket.connect(path)
         # The first message brings the descriptor of the shared memory with its first byte.
         first, descriptors, _, _ = socket.recv_fds(self.socket, 4, 1)
-        welcome = self.receive("welcome", first)
+        welcome = self.receive("welcome", begun=first)
         if welcome["protocol"] != 1:
             raise RuntimeError(f"the engine speaks version {welcome['protocol']} of the protocol")
         self.half_bytes = welcome["half_bytes"]
@@ -37,8 +37,8 @@ class Engine:
         """Sends `[(name, dtype, shape, bytes)]`; returns the version that they became."""
         index = [{"name": name, "dtype": dtype, "shape": shape} for name, dtype, shape, _ in tensors]
         self.send("index", {"tensors": index})
-        self.fill(tensors[position][3] for position in self.receive("want")["tensors"])
-        self.receive("finish")
+        while wanted := self.receive("want", "finish"):
+            self.fill(tensors[position][3] for position in wanted["tensors"])
         self.send("sent", {})
         return self.receive("committed")
 
@@ -72,13 +72,14 @@ class Engine:
         message = json.dumps({kind: fields}).encode()
         self.socket.sendall(struct.pack("<I", len(message)) + message)
 
-    def receive(self, kind, begun=b""):
+    def receive(self, *kinds, begun=b""):
+        """The fields of the next message, which must be one of these; `finish` has none."""
         length = struct.unpack("<I", begun + self.exactly(4 - len(begun)))[0]
         ((received, fields),) = json.loads(self.exactly(length)).items()
         if received == "refused":
             raise RuntimeError(f"the engine refuses: {fields['reason']}")
-        if received != kind:
-            raise RuntimeError(f"the engine said {received}, expected {kind}")
+        if received not in kinds:
+            raise RuntimeError(f"the engine said {received}, expected {' or '.join(kinds)}")
         return fields
 
     def exactly(self, length):

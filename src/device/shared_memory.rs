@@ -21,7 +21,8 @@ const LABEL: &str = "shared memory";
 /// The size can't change any more, whoever has the descriptor.
 const SIZE_SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
-/// Memory of this process that another one writes.
+/// Memory of this process that another one writes. Its pages are given back when this is dropped, whatever
+/// the other process does.
 #[derive(Debug)]
 pub(crate) struct SharedMemory {
     descriptor: OwnedFd,
@@ -80,6 +81,20 @@ impl SharedMemory {
             }
         }
         Ok(())
+    }
+}
+
+impl Drop for SharedMemory {
+    /// Frees the pages: closing the descriptor alone would not while the other process has it or a mapping,
+    /// and the memory counts as this process's.
+    fn drop(&mut self) {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let freed = rustix::io::retry_on_intr(|| {
+            rustix::fs::fallocate(&self.descriptor, flags, 0, self.bytes as u64)
+        });
+        if let Err(errno) = freed {
+            tracing::warn!(bytes = self.bytes, %errno, "shared memory goes when the other process does");
+        }
     }
 }
 

@@ -160,7 +160,8 @@ impl EngineBuilder {
 
     /// Most memory that weights, KV cache and activations may take together, bytes; default no limit beyond
     /// what the system has. A load over weights that are kept resident takes the weights twice for a moment:
-    /// with a tight limit, discard or park them. (Parked weights are host memory and do not count.)
+    /// with a tight limit, discard or park them. So does an update, unless it is
+    /// [in place](crate::UpdateOptions::in_place). (Parked weights are host memory and do not count.)
     pub fn memory_limit_bytes(mut self, bytes: u64) -> Self {
         self.memory_limit_bytes = Some(bytes);
         self

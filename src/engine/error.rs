@@ -9,8 +9,8 @@ use crate::device::DeviceError;
 use crate::model::ConfigError;
 use crate::request::RequestError;
 use crate::weights::{
-    BucketError, LoraError, MixedDTypes, PushError, SourceError, TransferError, WeightVersion,
-    WeightsMismatch,
+    BucketError, LoraError, MixedDTypes, PushError, SharedMemoryError, SourceError, TransferError,
+    WeightVersion, WeightsMismatch,
 };
 
 /// A transition that failed, with the engine as it was before: usable, in the same state.
@@ -188,7 +188,10 @@ pub enum RestoreError {
 pub enum WakeError {
     /// An update in place began and did not commit: the weights are part old, part new. A complete update or
     /// [`Engine::discard_weights`] and a load lead out.
-    #[error("the weights are torn by an update in place that did not commit (last whole: {last})")]
+    #[error(
+        "the weights are torn by an update in place that did not commit (last whole: {last}); \
+             send a complete update"
+    )]
     Torn {
         /// Version of the last whole weights.
         last: WeightVersion,
@@ -295,6 +298,9 @@ pub enum Error {
     /// From a source of weights.
     #[error(transparent)]
     Source(#[from] SourceError),
+    /// From a transfer from another process.
+    #[error(transparent)]
+    SharedMemory(#[from] SharedMemoryError),
     /// From a bucket.
     #[error(transparent)]
     Bucket(#[from] BucketError),

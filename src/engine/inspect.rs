@@ -30,7 +30,10 @@ pub struct VerifyReport {
 #[non_exhaustive]
 pub enum VerifyError {
     /// An update in place began and did not commit: there are no whole weights.
-    #[error("the weights are torn by an update in place that did not commit (last whole: {last})")]
+    #[error(
+        "the weights are torn by an update in place that did not commit (last whole: {last}); \
+             send a complete update"
+    )]
     Torn {
         /// Version of the last whole weights.
         last: WeightVersion,
@@ -56,7 +59,10 @@ pub enum TensorError {
         name: String,
     },
     /// An update in place began and did not commit: there are no whole weights.
-    #[error("the weights are torn by an update in place that did not commit (last whole: {last})")]
+    #[error(
+        "the weights are torn by an update in place that did not commit (last whole: {last}); \
+             send a complete update"
+    )]
     Torn {
         /// Version of the last whole weights.
         last: WeightVersion,

@@ -39,7 +39,8 @@ pub struct Settled {
 /// What a sleep did.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SleepReport {
-    /// Version of the weights that were resident; `None` if the engine was built asleep.
+    /// Version of the weights that were resident (of the last whole ones, if they were torn); `None` if the engine
+    /// was built asleep.
     pub version: Option<WeightVersion>,
     /// Requests in flight and what became of them.
     pub settled: Settled,
@@ -93,7 +94,7 @@ pub struct UpdateReport {
     pub mode: UpdateMode,
     /// Tensors that came in.
     pub tensors: usize,
-    /// Bytes received, in the layout they were sent in.
+    /// Bytes received, in the layout they were sent in; of a change, the tensor's.
     pub received_bytes: u64,
     /// Most memory that weights took at any moment: twice the weights if staged, once if in place. The KV cache
     /// takes none meanwhile.
@@ -102,7 +103,7 @@ pub struct UpdateReport {
     pub peak_waiting_bytes: u64,
     /// Time from the begin to the commit.
     pub open: Duration,
-    /// Time of it within pushes: reading, converting, checking, digesting, packing.
+    /// Time of it within pushes: reading, merging, converting, checking, digesting, packing.
     pub receiving: Duration,
     /// Time to make the weights current.
     pub commit: Duration,

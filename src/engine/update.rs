@@ -12,8 +12,8 @@ use super::transaction::{Transaction, forward_pushes};
 use super::{BeginError, CommitError, Engine, UpdateError};
 use crate::device::Arena;
 use crate::weights::{
-    Delta, Intake, LoadedWeights, LoraAdapter, Memory, PreparedDelta, PushError, TensorSpec, UpdateMode,
-    UpdateOptions, WeightSource, WeightsMismatch, copy_unwanted, read_rows,
+    Delta, Intake, LoadedWeights, LoraAdapter, Memory, PreparedDelta, PushError, UpdateMode, UpdateOptions,
+    WeightSource, copy_unwanted, read_rows,
 };
 
 /// Bytes of resident weights that a change is merged into at a time.
@@ -157,39 +157,61 @@ fn merge_shared(
 }
 
 impl Update<'_> {
-    /// Brings a tensor as a change to its current value.
+    /// Brings a tensor as a change to its current value. The name is the model's: options map only what is sent
+    /// whole.
     ///
     /// # Errors
     /// [`PushError`]; the transaction is over.
     pub fn push_delta(&mut self, name: &str, delta: &Delta<'_>) -> Result<(), PushError> {
-        let merged = self.merge(name, delta);
-        if merged.is_err() {
-            self.transaction.intake.fail();
-        }
-        merged
+        self.change(&[(name, *delta)])
     }
 
     /// Brings every tensor that a low-rank adapter changes, merged into its current value. What the adapter
     /// doesn't change must come otherwise, or the update be
-    /// [partial](UpdateOptions::partial) to [`LoraAdapter::tensor_names`].
+    /// [partial](UpdateOptions::partial) to [`LoraAdapter::tensor_names`]. The whole adapter is checked before
+    /// the first tensor is changed.
     ///
     /// # Errors
     /// [`PushError`]; the transaction is over.
     pub fn push_adapter(&mut self, adapter: &LoraAdapter) -> Result<(), PushError> {
-        adapter.deltas().try_for_each(|(name, delta)| self.push_delta(name, &delta))
+        self.change(&adapter.deltas().collect::<Vec<_>>())
     }
 
-    /// Merges block by block and pushes the blocks like any pieces.
+    /// Checks changes of different tensors, then merges them.
+    fn change(&mut self, changes: &[(&str, Delta<'_>)]) -> Result<(), PushError> {
+        let (begin, receiving) = (Instant::now(), self.transaction.receiving);
+        let changed = self
+            .check(changes)
+            .and_then(|()| changes.iter().try_for_each(|(name, delta)| self.merge(name, delta)));
+        // The pushes of the blocks are in it.
+        self.transaction.receiving = receiving + begin.elapsed();
+        if let Err(error) = &changed {
+            tracing::warn!(%error, "a change refused");
+            self.transaction.intake.fail();
+        }
+        changed
+    }
+
+    fn check(&self, changes: &[(&str, Delta<'_>)]) -> Result<(), PushError> {
+        self.transaction.intake.check_whole(changes.iter().map(|(name, _)| *name))?;
+        let manifest = &self.engine.core.parts.manifest;
+        changes.iter().try_for_each(|(name, delta)| {
+            let tensor = || (*name).to_owned();
+            if !self.has_base {
+                return Err(PushError::NoBase { tensor: tensor() });
+            }
+            let position = manifest.position(name).expect("the name was checked");
+            delta
+                .check(&manifest.tensors()[position])
+                .map_err(|source| PushError::Delta { tensor: tensor(), source })
+        })
+    }
+
+    /// Merges a change that was checked block by block and pushes the blocks like any pieces.
     fn merge(&mut self, name: &str, delta: &Delta<'_>) -> Result<(), PushError> {
         let parts = self.engine.core.parts.clone();
-        let Some(position) = parts.manifest.position(name) else {
-            let unknown = vec![name.to_owned()];
-            return Err(Box::new(WeightsMismatch { unknown, ..WeightsMismatch::default() }).into());
-        };
-        if !self.has_base {
-            return Err(PushError::NoBase { tensor: name.to_owned() });
-        }
-        let tensor: &TensorSpec = &parts.manifest.tensors()[position];
+        let position = parts.manifest.position(name).expect("the name was checked");
+        let tensor = &parts.manifest.tensors()[position];
         let delta =
             delta.prepare(tensor).map_err(|source| PushError::Delta { tensor: name.to_owned(), source })?;
         let row_bytes = tensor.shape[1..].iter().product::<usize>() * tensor.dtype.size();

@@ -28,13 +28,13 @@ pub enum BeginError {
     #[error("a partial update of no tensors")]
     NoTensors,
     /// A partial update of weights that an earlier update in place has torn: only a complete one leads out.
-    #[error("the weights are torn by an update in place that did not commit (last whole: {last})")]
+    #[error("a partial update of weights that an update in place has torn (last whole: {last}); send all")]
     Torn {
         /// Version of the last whole weights.
         last: WeightVersion,
     },
     /// There is no memory to build the new weights beside the current ones.
-    #[error("no room beside the current weights, which an update in place would not need: {source}")]
+    #[error("no room beside the current weights ({source}); an update in place needs none")]
     NoRoom {
         /// What the device says.
         source: DeviceError,

@@ -5,6 +5,8 @@ mod merge;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
+
 pub use self::lora::{LoraAdapter, LoraError, LoraMismatch, LoraShapes};
 pub(crate) use self::merge::Prepared;
 use super::{DType, TensorSpec};
@@ -31,8 +33,10 @@ const MAX_RANK: usize = 4096;
 /// w = (w32 + np.float32(scale) * acc).astype(w.dtype)
 /// ```
 ///
+/// NaN stays NaN, with bits that may be others than numpy's.
+///
 /// An update takes one change for each tensor; several take several updates, each with its own rounding.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 #[non_exhaustive]
 pub enum Delta<'a> {
     /// New values for some elements, or what to add to them.
@@ -150,6 +154,28 @@ pub enum DeltaError {
         /// The scale.
         scale: f32,
     },
+}
+
+impl fmt::Debug for Delta<'_> {
+    /// The lengths, not the bytes.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Delta::Sparse { indices, dtype, op, .. } => f
+                .debug_struct("Sparse")
+                .field("indices", &indices.len())
+                .field("dtype", dtype)
+                .field("op", op)
+                .finish_non_exhaustive(),
+            Delta::LowRank { a, b, rank, dtype, scale } => f
+                .debug_struct("LowRank")
+                .field("a_bytes", &a.len())
+                .field("b_bytes", &b.len())
+                .field("rank", rank)
+                .field("dtype", dtype)
+                .field("scale", scale)
+                .finish(),
+        }
+    }
 }
 
 impl<'a> Delta<'a> {

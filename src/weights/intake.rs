@@ -9,6 +9,8 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
+use std::collections::HashMap;
+use std::fmt;
 use std::sync::Arc;
 
 use safetensors::View;
@@ -54,7 +56,6 @@ pub(crate) struct IntakeShape {
 }
 
 /// A set of weights of which some have arrived.
-#[derive(Debug)]
 pub(crate) struct Intake {
     shape: IntakeShape,
     options: LoadOptions,
@@ -73,6 +74,22 @@ pub(crate) struct Intake {
     received_bytes: u64,
     waiting_bytes: u64,
     peak_waiting_bytes: u64,
+}
+
+impl fmt::Debug for Intake {
+    /// How far it is, not the bytes.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let count = |is: fn(&Slot) -> bool| self.slots.iter().filter(|slot| is(slot)).count();
+        f.debug_struct("Intake")
+            .field("options", &self.options)
+            .field("tensors", &self.slots.len())
+            .field("open", &count(|slot| matches!(slot, Slot::Open(_))))
+            .field("done", &count(|slot| matches!(slot, Slot::Done(_))))
+            .field("received_bytes", &self.received_bytes)
+            .field("waiting_bytes", &self.waiting_bytes)
+            .field("failed", &self.failed)
+            .finish_non_exhaustive()
+    }
 }
 
 /// What has arrived of a tensor.
@@ -185,6 +202,25 @@ impl Intake {
             let target = intake.resolve([tensor])?.remove(0);
             intake.piece(memory, tensor, target, offset, bytes)
         })
+    }
+
+    /// Whether tensors of these names of the model, each once, may be pushed whole. Nothing is stored.
+    pub(crate) fn check_whole<'a>(&self, names: impl Iterator<Item = &'a str>) -> Result<(), PushError> {
+        if self.failed {
+            return Err(PushError::Failed);
+        }
+        let mut faults = WeightsMismatch::default();
+        for name in names {
+            match self.shape.manifest.position(name) {
+                None => faults.unknown.push(name.to_owned()),
+                Some(position) if !self.wanted[position] => faults.not_asked.push(name.to_owned()),
+                Some(position) if !matches!(self.slots[position], Slot::Empty) => {
+                    faults.duplicate.push(name.to_owned());
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(faults.into_result()?)
     }
 
     /// Takes a piece of the tensor at a position of the manifest, in its resident dtype.
@@ -304,17 +340,24 @@ impl Intake {
         let accept = Accept { options: &self.options, wanted: &self.wanted, complete: false };
         let mut faults = WeightsMismatch::default();
         let mut targets = Vec::new();
+        let mut names: HashMap<Target, &str> = HashMap::new();
         for tensor in tensors {
             let Some(target) = self.shape.manifest.target(tensor, &accept, &mut faults) else { continue };
-            let done = match target {
-                Target::Tensor(position) => matches!(self.slots[position], Slot::Done(_)),
-                Target::TiedHead { .. } => matches!(self.head, Slot::Done(_)),
-                Target::Ignored => false,
+            targets.push(target);
+            let slot = match target {
+                Target::Tensor(position) => &self.slots[position],
+                Target::TiedHead { .. } => &self.head,
+                Target::Ignored => continue,
             };
-            if done {
+            // Pieces of one tensor have one name: of two that are mapped to the same, one is too many.
+            let twice = match slot {
+                Slot::Done(_) => true,
+                Slot::Open(stream) => stream.name() != tensor.name,
+                Slot::Empty => *names.entry(target).or_insert(&tensor.name) != tensor.name,
+            };
+            if twice {
                 faults.duplicate.push(tensor.name.clone());
             }
-            targets.push(target);
         }
         faults.into_result().map(|()| targets)
     }
@@ -322,7 +365,7 @@ impl Intake {
     /// Opens the stream of a tensor, or takes out the open one.
     ///
     /// # Errors
-    /// A duplicate, if all of it has arrived: two names of one push may be mapped to one.
+    /// A duplicate, if all of it has arrived.
     fn take_stream(
         &mut self,
         target: Target,

@@ -1,5 +1,6 @@
 //! JSON that is read strictly: objects in which a key that occurs twice is an error, lists that end at a limit.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::marker::PhantomData;
 
@@ -71,11 +72,34 @@ impl<'de, T: Deserialize<'de>, const LIMIT: usize> Deserialize<'de> for Bounded<
     }
 }
 
-/// The text cut to a length that fits an error message.
-pub(crate) fn cut(text: &str) -> std::borrow::Cow<'_, str> {
+/// The text cut to a length that fits an error message, its control characters escaped: names come from
+/// anywhere, and must not write to a terminal or begin lines of a log.
+pub(crate) fn cut(text: &str) -> Cow<'_, str> {
     const SHOWN_CHARS: usize = 120;
-    match text.char_indices().nth(SHOWN_CHARS) {
-        Some((end, _)) => format!("{}…", &text[..end]).into(),
-        None => text.into(),
+    let end = text.char_indices().nth(SHOWN_CHARS).map(|(end, _)| end);
+    let shown = &text[..end.unwrap_or(text.len())];
+    if end.is_none() && !shown.contains(char::is_control) {
+        return text.into();
+    }
+    let mut out = String::with_capacity(shown.len());
+    for c in shown.chars() {
+        if c.is_control() { out.extend(c.escape_default()) } else { out.push(c) }
+    }
+    out.push_str(if end.is_some() { "…" } else { "" });
+    out.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::cut;
+
+    #[test]
+    fn shown_text_is_short_and_has_no_control_characters() {
+        assert_eq!(cut("model.norm.weight"), "model.norm.weight");
+        assert_eq!(cut("é\"\\"), "é\"\\");
+        assert_eq!(cut("a\nb\u{1b}[2J\0\u{9b}"), "a\\nb\\u{1b}[2J\\u{0}\\u{9b}");
+        assert_eq!(cut(&"é".repeat(120)), "é".repeat(120));
+        assert_eq!(cut(&"é".repeat(121)), format!("{}…", "é".repeat(120)));
+        assert_eq!(cut(&"\n".repeat(1000)).len(), 240 + "…".len());
     }
 }

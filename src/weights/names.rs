@@ -154,7 +154,10 @@ impl NameMap {
     }
 
     fn strip_components<'a>(&self, name: &'a str) -> Cow<'a, str> {
-        let mut kept: Vec<&str> = Vec::new();
+        if self.components.is_empty() {
+            return name.into();
+        }
+        let mut kept: Option<String> = None;
         let mut stripped = false;
         let mut rest = Some(name);
         while let Some(left) = rest {
@@ -167,10 +170,13 @@ impl NameMap {
                 Some((component, others)) => (component, Some(others)),
                 None => (left, None),
             };
-            kept.push(component);
+            match &mut kept {
+                Some(kept) => kept.extend([".", component]),
+                None => kept = Some(component.to_owned()),
+            }
             rest = others;
         }
-        if stripped && !kept.is_empty() { kept.join(".").into() } else { name.into() }
+        kept.filter(|_| stripped).map_or(name.into(), Cow::Owned)
     }
 
     fn strip_prefixes<'a>(&self, mut name: &'a str) -> &'a str {

@@ -45,7 +45,7 @@
 //!   changed meanwhile answers `abort`.
 //! - `committed` and `refused` end the update; a version that has a label comes with `"label"`. After a
 //!   `refused` that comes while bytes of a `want` are still to be copied, after `abort`, and after any error,
-//!   both sides close the socket.
+//!   both sides close the socket. The engine then empties the memory, whoever still has the descriptor.
 //! - A message has at most 64 KiB; `index` 64 MiB, `want` 16 MiB.
 //!
 //! Each side waits for the other at most for its own deadline, counted for one whole message.
@@ -72,7 +72,8 @@ pub struct SharedMemoryOptions {
     /// Bytes of each of the two halves, at least 64. Both are allocated at once and held as long as the
     /// connection is. Halves that fit the processor's caches are faster than large ones.
     pub half_bytes: usize,
-    /// Longest wait for one message of the trainer, or for room to send one.
+    /// Longest wait for one message of the trainer, or for room to send one. An update takes many: one that
+    /// goes on in small steps may last.
     pub deadline: Duration,
 }
 

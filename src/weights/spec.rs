@@ -1,6 +1,7 @@
 //! One tensor: name, dtype and shape, and its bytes.
 
 use std::borrow::Cow;
+use std::fmt;
 
 /// Element type of a weight tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -23,8 +24,8 @@ impl DType {
     }
 }
 
-impl std::fmt::Display for DType {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             DType::F32 => "f32",
             DType::F16 => "f16",
@@ -53,12 +54,20 @@ impl TensorSpec {
 
 /// A tensor in memory, in Hugging Face layout: read back from an engine by
 /// [`Engine::tensor`](crate::Engine::tensor), or to be sent to one.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct WeightTensor {
     /// Name, dtype and shape.
     pub spec: TensorSpec,
     /// Row-major and little-endian.
     pub data: Vec<u8>,
+}
+
+impl fmt::Debug for WeightTensor {
+    /// The length, not the bytes.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = self.data.len();
+        f.debug_struct("WeightTensor").field("spec", &self.spec).field("data_bytes", &bytes).finish()
+    }
 }
 
 impl safetensors::View for &WeightTensor {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::WeightsDigest;
+use super::json::cut;
 
 /// Bytes of the longest label.
 pub(crate) const MAX_LABEL_BYTES: usize = 256;
@@ -27,10 +28,10 @@ pub struct WeightVersion {
 }
 
 impl fmt::Display for WeightVersion {
-    /// Such as `3@a1b2c3d4e5f6` or `3@a1b2c3d4e5f6 (step 120)`.
+    /// Such as `3@a1b2c3d4e5f6` or `3@a1b2c3d4e5f6 (step 120)`; the label cut to a readable length.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}@{}", self.counter, self.digest.short())?;
-        self.label.as_ref().map_or(Ok(()), |label| write!(f, " ({label})"))
+        self.label.as_ref().map_or(Ok(()), |label| write!(f, " ({})", cut(label)))
     }
 }
 
@@ -61,6 +62,9 @@ mod tests {
         let labelled = WeightVersion { label: Some("step 120".into()), ..plain.clone() };
         assert_eq!(labelled.to_string(), "3@abababababab (step 120)");
         assert_ne!(plain, labelled);
+        // The engine's label comes to the trainer's terminal, and the other way round.
+        let odd = WeightVersion { label: Some("a\nb\u{1b}[2J".into()), ..plain.clone() };
+        assert_eq!(odd.to_string(), "3@abababababab (a\\nb\\u{1b}[2J)");
         for version in [plain, labelled] {
             let json = serde_json::to_string(&version).unwrap();
             assert_eq!(json.contains("label"), version.label.is_some());

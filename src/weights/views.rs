@@ -55,7 +55,7 @@ impl<V: View> WeightSource for TensorSet<V> {
 pub(crate) fn open<'a>(name: &str, view: &'a impl View) -> Result<(TensorSpec, Cow<'a, [u8]>), SourceError> {
     let spec = spec_of(name, view)?;
     let data = view.data();
-    match data.len() == view.data_len() {
+    match spec.checked_bytes() == Some(data.len()) {
         true => Ok((spec, data)),
         false => Err(wrong_length(spec, data.len())),
     }
@@ -129,6 +129,31 @@ mod tests {
         let mut set: TensorSet<_> = tensors.into_iter().collect();
         let boxed: &mut dyn WeightSource = &mut set;
         assert_eq!(digest(&mut Box::new(boxed)).unwrap(), expected);
+    }
+
+    /// A view that has fewer bytes each time it is asked.
+    struct Shrinking(std::cell::Cell<usize>);
+
+    impl View for &Shrinking {
+        fn dtype(&self) -> Dtype {
+            Dtype::F32
+        }
+        fn shape(&self) -> &[usize] {
+            &[2]
+        }
+        fn data(&self) -> Cow<'_, [u8]> {
+            vec![0; self.0.get()].into()
+        }
+        fn data_len(&self) -> usize {
+            self.0.replace(self.0.get() - 4)
+        }
+    }
+
+    #[test]
+    fn what_counts_are_the_bytes_that_a_view_gave_not_those_it_speaks_of_later() {
+        let view = Shrinking(8.into());
+        let error = open("t", &&view).unwrap_err();
+        assert!(matches!(error, SourceError::WrongLength { received_bytes: 4, .. }), "{error}");
     }
 
     #[test]

@@ -315,6 +315,55 @@ fn c29_an_adapter_is_merged_into_what_it_changes() {
     }
 }
 
+/// An adapter of another model: all that is wrong is found before the first tensor is changed, so that even an
+/// update in place leaves the weights whole.
+#[test]
+fn c17_an_adapter_is_checked_whole_before_it_changes_anything() {
+    let w0 = weights(1);
+    let mut loaded = loaded(&w0);
+    let before = known(&loaded);
+    let adapter = |modules: &[(&str, usize, usize)]| {
+        let tensors = modules.iter().flat_map(|&(module, inputs, outputs)| {
+            let factor =
+                |shape: [usize; 2]| encode(DType::F32, shape.to_vec(), vec![0.5; shape[0] * shape[1]]);
+            [
+                (format!("{module}.lora_A.weight"), factor([1, inputs])),
+                (format!("{module}.lora_B.weight"), factor([outputs, 1])),
+            ]
+        });
+        let tensors: Vec<_> = tensors.collect();
+        let bytes = safetensors::serialize(tensors.iter().map(|(name, t)| (name.clone(), t)), None).unwrap();
+        LoraAdapter::read(SafetensorsBytes::new(&bytes), &NameMap::default(), 1.0).unwrap()
+    };
+    let (q, down) = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj");
+    for options in modes() {
+        // The first fits, the last does not.
+        let mut update = loaded.begin_update(options.clone()).unwrap();
+        let error = update.push_adapter(&adapter(&[(q, 32, 32), (down, 48, 33)])).unwrap_err();
+        assert!(matches!(&error, PushError::Delta { tensor, .. } if tensor.contains("down")), "{error}");
+        assert!(matches!(update.commit(), Err(CommitError::PushFailed)));
+        assert_eq!(known(&loaded), before);
+        // Every name that doesn't belong here.
+        let mut update = loaded.begin_update(options.clone().partial([Q])).unwrap();
+        let modules = [(q, 32, 32), (down, 48, 32), ("model.x", 1, 1), ("model.y", 1, 1)];
+        let PushError::Mismatch(faults) = update.push_adapter(&adapter(&modules)).unwrap_err() else {
+            panic!()
+        };
+        assert_eq!((faults.unknown.len(), faults.not_asked.len(), faults.num_faults()), (2, 1, 3));
+        drop(update);
+        assert_eq!(known(&loaded), before);
+        // One of which a part has come, too little to be written.
+        let mut update = loaded.begin_update(options).unwrap();
+        update.push_piece(&spec(Q, get(&w0, Q)), 0, &[0; 4]).unwrap();
+        let PushError::Mismatch(faults) = update.push_adapter(&adapter(&[(q, 32, 32)])).unwrap_err() else {
+            panic!()
+        };
+        assert_eq!((faults.duplicate[0].as_str(), faults.num_faults()), (Q, 1));
+        drop(update);
+        assert_eq!(known(&loaded), before);
+    }
+}
+
 /// A partial update by pieces, other tensors' pieces between them.
 #[test]
 fn c29_partial_pieces_in_any_order() {

@@ -414,6 +414,14 @@ fn every_call_of_an_update_converts_into_the_one_error() {
         update.push_bucket(&dormouse::Bucket::new(vec![], &[])?)?;
         update.commit()?;
         loaded.update(w1.source())?;
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("descriptors are left");
+        let client = std::thread::spawn({
+            let patient = std::time::Duration::from_secs(20);
+            move || dormouse::SharedMemoryClient::over(theirs, patient)
+        });
+        let mut source = dormouse::SharedMemorySource::accept(ours, Default::default())?;
+        drop(client.join().expect("no panic")?);
+        assert!(source.wait_for_offer(std::time::Duration::ZERO)?, "it is gone");
         loaded.verify()?;
         loaded.tensor(EMBEDDING)?;
         Ok(loaded.wake_up()?)
@@ -424,4 +432,18 @@ fn every_call_of_an_update_converts_into_the_one_error() {
     missing.0.pop();
     let error = all(&missing).unwrap_err();
     assert!(matches!(error, dormouse::Error::Commit(CommitError::Mismatch(_))), "{error}");
+}
+
+/// Weights are large: what holds them says how many there are when it is printed.
+#[test]
+fn nothing_that_holds_weights_prints_their_bytes() {
+    let w = weights(1);
+    let mut loaded = loaded(&w);
+    let (name, tensor) = &w.0[0];
+    assert!(format!("{:?}", loaded.tensor(name).unwrap()).len() < 300);
+    let mut update = loaded.begin_update(UpdateOptions::default()).unwrap();
+    let empty = format!("{update:?}").len();
+    update.push_piece(&spec(name, tensor), 1000, &tensor.data[1000..]).unwrap();
+    update.push_piece(&spec(name, tensor), 0, &tensor.data[..500]).unwrap();
+    assert!(format!("{update:?}").len() < empty + 300);
 }

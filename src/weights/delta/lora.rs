@@ -6,6 +6,7 @@ mod error;
 mod tests;
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::Path;
 
 use self::config::LoraConfig;
@@ -29,13 +30,27 @@ pub struct LoraAdapter {
     pairs: BTreeMap<String, Pair>,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 struct Pair {
     a: Vec<u8>,
     b: Vec<u8>,
     rank: usize,
     dtype: DType,
     scale: f32,
+}
+
+impl fmt::Debug for Pair {
+    /// The lengths, not the bytes.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.delta().fmt(f)
+    }
+}
+
+impl Pair {
+    fn delta(&self) -> Delta<'_> {
+        let Pair { a, b, rank, dtype, scale } = self;
+        Delta::LowRank { a, b, rank: *rank, dtype: *dtype, scale: *scale }
+    }
 }
 
 impl LoraAdapter {
@@ -76,10 +91,7 @@ impl LoraAdapter {
 
     /// The changes, each with the name of its weight, in order of the names.
     pub fn deltas(&self) -> impl Iterator<Item = (&str, Delta<'_>)> {
-        self.pairs.iter().map(|(name, pair)| {
-            let Pair { a, b, rank, dtype, scale } = pair;
-            (name.as_str(), Delta::LowRank { a, b, rank: *rank, dtype: *dtype, scale: *scale })
-        })
+        self.pairs.iter().map(|(name, pair)| (name.as_str(), pair.delta()))
     }
 }
 

@@ -124,7 +124,7 @@ pub enum PushError {
         tensor: String,
     },
     /// An earlier push of this transaction failed.
-    #[error("an earlier push of this transaction failed")]
+    #[error("an earlier push of this transaction failed: drop it and begin another")]
     Failed,
 }
 

@@ -1,6 +1,7 @@
 //! One tensor on its way in.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use parking_lot::Mutex;
 
@@ -8,7 +9,7 @@ use super::{IntakeShape, Memory, PieceError, PushError, TransferError};
 use crate::weights::convert::{convert, first_non_finite};
 use crate::weights::manifest::Target;
 use crate::weights::resident::write_rows;
-use crate::weights::{DType, Incomplete, LoadOptions, TensorDigest, TensorHasher, TensorSpec};
+use crate::weights::{DType, Incomplete, LM_HEAD, LoadOptions, TensorDigest, TensorHasher, TensorSpec};
 
 /// Bytes that are converted, digested and packed before the next are looked at: they stay in the caches.
 const WINDOW_BYTES: usize = 2 << 20;
@@ -18,7 +19,6 @@ const PART_BYTES: usize = 64 << 10;
 const MAX_WAITING: usize = 4096;
 
 /// A tensor of which some bytes have arrived.
-#[derive(Debug)]
 pub(super) struct Stream {
     /// As sent.
     sent: TensorSpec,
@@ -41,6 +41,15 @@ pub(super) struct Stream {
     hasher: TensorHasher,
     /// Pieces that lie further on, by offset.
     waiting: BTreeMap<usize, Vec<u8>>,
+}
+
+impl fmt::Debug for Stream {
+    /// How far it is, not the bytes.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct("Stream");
+        shown.field("sent", &self.sent).field("expected", &self.expected).field("received", &self.received);
+        shown.field("waiting", &self.waiting.len()).finish_non_exhaustive()
+    }
 }
 
 impl Stream {
@@ -68,6 +77,11 @@ impl Stream {
             position,
             stored,
         }
+    }
+
+    /// As sent.
+    pub(super) fn name(&self) -> &str {
+        &self.sent.name
     }
 
     pub(super) fn expected(&self) -> usize {
@@ -220,7 +234,8 @@ impl<'a> Writer<'a> {
         if self.options.require_finite
             && let Some(element) = non_finite_shared(self.shape, resident.dtype, rows)
         {
-            return Err(non_finite(resident, first_row, rows, element));
+            let name = if stream.stored { &resident.name } else { LM_HEAD };
+            return Err(non_finite(name, resident, first_row, rows, element));
         }
         stream.hasher.update_shared(rows, &|count, work| device.share_out(count, work));
         if stream.stored
@@ -260,12 +275,19 @@ fn non_finite_shared(shape: &IntakeShape, dtype: DType, bytes: &[u8]) -> Option<
     first.into_inner()
 }
 
-fn non_finite(resident: &TensorSpec, first_row: usize, rows: &[u8], element: usize) -> TransferError {
+/// `name` is that of the tensor, which a tied head shares no more than its form with the `resident` one.
+fn non_finite(
+    name: &str,
+    resident: &TensorSpec,
+    first_row: usize,
+    rows: &[u8],
+    element: usize,
+) -> TransferError {
     let size = resident.dtype.size();
     let mut value = [0; 4];
     convert(resident.dtype, &rows[element * size..][..size], DType::F32, &mut value);
     let cols: usize = resident.shape[1..].iter().product();
     let (row, col) = (first_row + element / cols, element % cols);
     let index = if resident.shape.len() > 1 { vec![row, col] } else { vec![row] };
-    TransferError::NonFinite { tensor: resident.name.clone(), index, value: f32::from_le_bytes(value) }
+    TransferError::NonFinite { tensor: name.to_owned(), index, value: f32::from_le_bytes(value) }
 }

@@ -6,7 +6,7 @@ use crate::weights::names::Mapped;
 use crate::weights::{LoadOptions, TensorSpec, UnsupportedTensor};
 
 /// Where an offered tensor goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Target {
     /// To this tensor of the manifest.
     Tensor(usize),

@@ -168,6 +168,11 @@ impl Channel {
                     if count > expected {
                         return Err(ProtocolViolation::Descriptors { received: count, expected }.into());
                     }
+                    // There was room for the one that belongs here, but not among this process's open files.
+                    if cut_off {
+                        let operation = "receive a descriptor";
+                        return Err(SharedMemoryError::Socket { operation, source: Errno::MFILE.into() });
+                    }
                     out = &mut out[received..];
                     wait.check_progress(out.is_empty())?;
                 }

@@ -2,6 +2,7 @@
 
 use std::io::Write as _;
 use std::os::fd::AsFd as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::super::message::readable;
@@ -121,6 +122,20 @@ fn refuses_raw(stage: Stage, length: u32, text: &[u8], expected: &str) {
     });
     let SharedMemoryError::Violation(violation) = &error else { panic!("{error}") };
     assert!(violation.to_string().contains(expected), "{violation}");
+}
+
+/// A trainer that keeps the descriptor, or the mapping, keeps no memory of this process.
+#[test]
+fn the_memory_is_given_back_whoever_still_has_the_descriptor() {
+    const BYTES: usize = 1 << 20;
+    let (source, theirs) = accepted(BYTES / 2, PATIENT);
+    let channel = Channel::new(theirs, PATIENT);
+    let (_, descriptor) = channel.receive_with::<FromEngine>("welcome").unwrap();
+    let file = std::fs::File::from(descriptor.unwrap());
+    let held_bytes = || file.metadata().unwrap().blocks() * 512;
+    assert_eq!((file.metadata().unwrap().len(), held_bytes()), (BYTES as u64, BYTES as u64));
+    drop(source);
+    assert_eq!((file.metadata().unwrap().len(), held_bytes()), (BYTES as u64, 0));
 }
 
 #[test]
