@@ -6,9 +6,10 @@
 //! `cargo run --release --example two_processes -- --trainer "python3 examples/trainer.py"`
 
 use std::error::Error;
-use std::os::unix::net::UnixListener;
+use std::io::ErrorKind;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, Command};
 use std::time::Duration;
 
 use dormouse::{
@@ -44,12 +45,28 @@ fn trainer(socket: &Path) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+/// Waits for the trainer to connect, or to end before it does.
+fn accept(listener: &UnixListener, trainer: &mut Child) -> Result<UnixStream, Box<dyn Error>> {
+    listener.set_nonblocking(true)?;
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => return Ok(stream),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error.into()),
+        }
+        if let Some(status) = trainer.try_wait()? {
+            return Err(format!("the trainer ended before it connected: {status}").into());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 fn engine(trainer: &mut Command) -> Result<(), Box<dyn Error>> {
     let me = format!("engine {}", std::process::id());
     let socket = std::env::temp_dir().join(format!("dormouse-{}.socket", std::process::id()));
     let listener = UnixListener::bind(&socket)?;
     let mut trainer = trainer.arg(&socket).spawn()?;
-    let (stream, _) = listener.accept()?;
+    let stream = accept(&listener, &mut trainer)?;
     std::fs::remove_file(&socket)?;
     // Halves this small so that even this model takes several.
     let options = SharedMemoryOptions { half_bytes: 256 << 10, deadline: Duration::from_secs(30) };

@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 use serde::{Deserialize, Serialize};
 use twox_hash::xxhash3_128;
 
-use super::{SourceError, TensorSpec, WeightSource};
+use super::{SourceError, TensorSpec, WeightSource, WeightTensor};
 
 /// Domain of a tensor's digest; the number changes when the encoding does.
 const TENSOR_DOMAIN: &[u8] = b"dormouse tensor 1\0";
@@ -28,14 +28,24 @@ const SHORT_BYTES: usize = 6;
 /// Bytes of a leaf: what is hashed in one go, so that several threads work on one tensor.
 const LEAF_BYTES: usize = 64 << 10;
 
-/// Digest of one tensor: its name, dtype, shape and bytes.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+/// Digest of one tensor: of its name, dtype, shape and bytes.
+///
+/// BLAKE3 over, one after the other: the text `dormouse tensor 1` and a zero byte; name and dtype (`f32`, `f16`,
+/// `bf16`), each with its length in front; the number of dimensions and each dimension; the XXH3-128 (seed 0)
+/// of every 64 KiB of the tensor's bytes, the last ones fewer. Numbers are little-endian, of 64 bits, the XXH3
+/// of 128.
+///
+/// In text and in JSON: 64 hexadecimal digits.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct TensorDigest([u8; 32]);
 
 impl TensorDigest {
-    /// The bytes.
-    pub fn as_bytes(&self) -> &[u8; 32] {
-        &self.0
+    /// The digest of a tensor, as the engine computes it when it comes in.
+    pub fn of(tensor: &WeightTensor) -> Self {
+        let mut hasher = TensorHasher::new(&tensor.spec);
+        hasher.update(&tensor.data);
+        hasher.finish()
     }
 }
 
@@ -124,6 +134,9 @@ fn update_name(hasher: &mut blake3::Hasher, text: &str) {
 /// Digest of a whole set of weights: of the name, dtype, shape and bytes of each tensor, whatever their order.
 /// Equal digests mean equal tensors, bit for bit, unless somebody constructed them to collide.
 ///
+/// BLAKE3 over the text `dormouse weights 1` and a zero byte, the number of tensors, and for each tensor, by
+/// name, its name with the length in front and its [`TensorDigest`]. Numbers are little-endian, of 64 bits.
+///
 /// In text and in JSON: 64 hexadecimal digits.
 ///
 /// # Source
@@ -165,21 +178,6 @@ impl WeightsDigest {
         }
         Self(*hasher.finalize().as_bytes())
     }
-
-    /// Wraps the bytes of a digest.
-    pub const fn from_bytes(bytes: [u8; 32]) -> Self {
-        Self(bytes)
-    }
-
-    /// The bytes.
-    pub fn as_bytes(&self) -> &[u8; 32] {
-        &self.0
-    }
-
-    /// The first 12 hexadecimal digits, for logs.
-    pub fn short(&self) -> impl fmt::Display + use<> {
-        Hex(self.0, SHORT_BYTES)
-    }
 }
 
 /// The first bytes of a digest in hexadecimal.
@@ -191,28 +189,69 @@ impl fmt::Display for Hex {
     }
 }
 
-impl From<[u8; 32]> for WeightsDigest {
-    fn from(bytes: [u8; 32]) -> Self {
-        Self(bytes)
-    }
-}
+/// What every kind of digest is in text and in JSON.
+macro_rules! digest_text {
+    ($digest:ident) => {
+        impl $digest {
+            /// Wraps the bytes of a digest.
+            pub const fn from_bytes(bytes: [u8; 32]) -> Self {
+                Self(bytes)
+            }
 
-impl fmt::Display for WeightsDigest {
-    /// All 64 hexadecimal digits; with `{:#}` the [short](WeightsDigest::short) form.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        Hex(self.0, if f.alternate() { SHORT_BYTES } else { self.0.len() }).fmt(f)
-    }
-}
+            /// The bytes.
+            pub fn as_bytes(&self) -> &[u8; 32] {
+                &self.0
+            }
 
-impl fmt::Debug for WeightsDigest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "WeightsDigest({self})")
-    }
+            /// The first 12 hexadecimal digits, for logs.
+            pub fn short(&self) -> impl fmt::Display + use<> {
+                Hex(self.0, SHORT_BYTES)
+            }
+        }
+
+        impl fmt::Display for $digest {
+            /// All 64 hexadecimal digits; with `{:#}` the short form.
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                Hex(self.0, if f.alternate() { SHORT_BYTES } else { self.0.len() }).fmt(f)
+            }
+        }
+
+        impl fmt::Debug for $digest {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!(stringify!($digest), "({})"), self)
+            }
+        }
+
+        impl FromStr for $digest {
+            type Err = ParseDigestError;
+
+            /// Reads 64 hexadecimal digits of either case.
+            fn from_str(text: &str) -> Result<Self, ParseDigestError> {
+                parse_hex(text).map(Self)
+            }
+        }
+
+        impl From<$digest> for String {
+            fn from(digest: $digest) -> Self {
+                digest.to_string()
+            }
+        }
+
+        impl TryFrom<String> for $digest {
+            type Error = ParseDigestError;
+
+            fn try_from(text: String) -> Result<Self, ParseDigestError> {
+                text.parse()
+            }
+        }
+    };
 }
+digest_text!(TensorDigest);
+digest_text!(WeightsDigest);
 
 /// A text that is no digest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("a weights digest has 64 hexadecimal digits, not {} characters with {:?}", .length, .first_wrong)]
+#[error("a digest has 64 hexadecimal digits, not {} characters with {:?}", .length, .first_wrong)]
 pub struct ParseDigestError {
     /// Characters of the text.
     pub length: usize,
@@ -220,53 +259,21 @@ pub struct ParseDigestError {
     pub first_wrong: Option<char>,
 }
 
-impl FromStr for WeightsDigest {
-    type Err = ParseDigestError;
-
-    /// Reads 64 hexadecimal digits of either case.
-    fn from_str(text: &str) -> Result<Self, ParseDigestError> {
-        let fault = || ParseDigestError {
-            length: text.chars().count(),
-            first_wrong: text.chars().find(|digit| !digit.is_ascii_hexdigit()),
-        };
-        let mut bytes = [0; 32];
-        if text.len() != 2 * bytes.len() {
-            return Err(fault());
-        }
-        let digits = text.bytes().map(|digit| char::from(digit).to_digit(16));
-        for (i, digit) in digits.enumerate() {
-            let digit = digit.and_then(|digit| u8::try_from(digit).ok()).ok_or_else(fault)?;
-            bytes[i / 2] = bytes[i / 2] << 4 | digit;
-        }
-        Ok(Self(bytes))
+fn parse_hex(text: &str) -> Result<[u8; 32], ParseDigestError> {
+    let fault = || ParseDigestError {
+        length: text.chars().count(),
+        first_wrong: text.chars().find(|digit| !digit.is_ascii_hexdigit()),
+    };
+    let mut bytes = [0; 32];
+    if text.len() != 2 * bytes.len() {
+        return Err(fault());
     }
-}
-
-impl From<WeightsDigest> for String {
-    fn from(digest: WeightsDigest) -> Self {
-        digest.to_string()
+    let digits = text.bytes().map(|digit| char::from(digit).to_digit(16));
+    for (i, digit) in digits.enumerate() {
+        let digit = digit.and_then(|digit| u8::try_from(digit).ok()).ok_or_else(fault)?;
+        bytes[i / 2] = bytes[i / 2] << 4 | digit;
     }
-}
-
-impl TryFrom<String> for WeightsDigest {
-    type Error = ParseDigestError;
-
-    fn try_from(text: String) -> Result<Self, ParseDigestError> {
-        text.parse()
-    }
-}
-
-impl fmt::Display for TensorDigest {
-    /// 64 hexadecimal digits.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        Hex(self.0, self.0.len()).fmt(f)
-    }
-}
-
-impl fmt::Debug for TensorDigest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "TensorDigest({self})")
-    }
+    Ok(bytes)
 }
 
 #[cfg(test)]
@@ -302,6 +309,30 @@ mod tests {
             WeightsDigest::combine([("a", whole), ("b", b)]),
             WeightsDigest::combine([("a", b), ("b", whole)])
         );
+    }
+
+    #[test]
+    fn the_encoding_is_the_documented_one() {
+        let number = |n: usize| (n as u64).to_le_bytes().to_vec();
+        let text = |t: &str| [number(t.len()), t.as_bytes().to_vec()].concat();
+        let data: Vec<u8> = (0..2 * 70_000_u32).map(|i| (i % 253) as u8).collect();
+        let tensor = WeightTensor { spec: spec("a.b", DType::Bf16, &[7, 10_000]), data };
+        let leaves =
+            tensor.data.chunks(64 << 10).map(|leaf| xxhash3_128::Hasher::oneshot(leaf).to_le_bytes());
+        let fields = [
+            b"dormouse tensor 1\0".to_vec(),
+            text("a.b"),
+            text("bf16"),
+            number(2),
+            number(7),
+            number(10_000),
+        ];
+        let encoded = [fields.concat(), leaves.flatten().collect()].concat();
+        let digest = TensorDigest::of(&tensor);
+        assert_eq!(digest.as_bytes(), blake3::hash(&encoded).as_bytes());
+        let encoded = [b"dormouse weights 1\0".to_vec(), number(1), text("a.b"), digest.as_bytes().to_vec()];
+        let set = WeightsDigest::combine([("a.b", digest)]);
+        assert_eq!(set.as_bytes(), blake3::hash(&encoded.concat()).as_bytes());
     }
 
     #[test]

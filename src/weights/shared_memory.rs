@@ -38,8 +38,8 @@
 //!   at most 2^20 entries.
 //! - `want` names tensors by position in the index. The trainer writes their bytes (little-endian, without
 //!   gaps, one tensor directly behind the other) into the halves in turn, beginning with half 0 for each
-//!   `want`. `filled` says that `bytes` bytes (1 to `half_bytes`) lie at the begin of a half; a half need
-//!   not be full, may hold parts of several tensors, and is written again only after its `taken`. When
+//!   `want`. `filled` says that `bytes` bytes lie at the begin of a half: `half_bytes`, or the rest if that
+//!   is less. A half may hold parts of several tensors, and is written again only after its `taken`. When
 //!   `want` comes, both halves are the trainer's. Tensors without bytes are passed over.
 //! - `finish` asks whether all that was sent belongs together, `sent` says so: a trainer whose weights
 //!   changed meanwhile answers `abort`.
@@ -48,7 +48,8 @@
 //!   both sides close the socket. The engine then empties the memory, whoever still has the descriptor.
 //! - A message has at most 64 KiB; `index` 64 MiB, `want` 16 MiB.
 //!
-//! Each side waits for the other at most for its own deadline, counted for one whole message.
+//! Each side waits for the other at most for its own deadline, counted for one whole message. As halves are
+//! filled, that bounds a whole update: by the number of halves it takes.
 //!
 //! `tests/common/trainer.rs` is a trainer that knows nothing of this crate but the above.
 

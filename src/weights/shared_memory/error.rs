@@ -168,7 +168,7 @@ pub enum ProtocolViolation {
         /// The half that was named.
         received: u64,
     },
-    /// A half filled with nothing, with more than it holds, or with more than was wanted.
+    /// A half that is neither full nor filled with all that is still wanted.
     #[error("half filled with {bytes} bytes; it holds {half_bytes}, and {wanted_bytes} are wanted yet")]
     FilledBytes {
         /// Bytes as announced.

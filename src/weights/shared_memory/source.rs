@@ -326,8 +326,9 @@ impl Live {
             return Err(ProtocolViolation::HalfOutOfTurn { received: half }.into());
         }
         let (half_bytes, wanted_bytes) = (self.half_bytes as u64, self.wanted_bytes);
+        // Full, so that a trainer can't draw an update out with one byte after the other.
         let filled =
-            usize::try_from(bytes).ok().filter(|_| bytes > 0 && bytes <= half_bytes && bytes <= wanted_bytes);
+            usize::try_from(bytes).ok().filter(|_| bytes > 0 && bytes == half_bytes.min(wanted_bytes));
         let filled = filled.ok_or(ProtocolViolation::FilledBytes { bytes, half_bytes, wanted_bytes })?;
         self.wanted_bytes -= bytes;
         self.half = Half { number, filled, read: 0 };
