@@ -71,7 +71,7 @@ pub use weights::{
     LoadOptions, LoraAdapter, LoraError, LoraMismatch, LoraShapes, Manifest, Match, MixedDTypes, NameMap,
     ParseDigestError, PieceError, ProtocolViolation, PushError, SafetensorsBytes, SafetensorsError,
     SafetensorsFile, SharedMemoryClient, SharedMemoryError, SharedMemoryOptions, SharedMemorySource,
-    SourceError, SparseOp, TensorDigest, TensorSet, TensorSpec, TiedHead, TransferError, UnsupportedTensor,
-    UpdateMode, UpdateOptions, WeightSource, WeightTensor, WeightVersion, WeightsDigest, WeightsMismatch,
-    WrongDType, WrongShape,
+    SourceError, SparseOp, TensorDigest, TensorReader, TensorSet, TensorSpec, TiedHead, TransferError,
+    UnsupportedTensor, UpdateMode, UpdateOptions, WeightSource, WeightTensor, WeightVersion, WeightsDigest,
+    WeightsMismatch, WrongDType, WrongShape,
 };

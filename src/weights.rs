@@ -45,7 +45,7 @@ pub use safetensors::{SafetensorsBytes, SafetensorsError, SafetensorsFile};
 pub use shared_memory::{
     ProtocolViolation, SharedMemoryClient, SharedMemoryError, SharedMemoryOptions, SharedMemorySource,
 };
-pub use source::{SourceError, UnsupportedTensor, WeightSource};
+pub use source::{SourceError, TensorReader, UnsupportedTensor, WeightSource};
 pub use spec::{DType, TensorSpec, WeightTensor};
 pub(crate) use version::MAX_LABEL_BYTES;
 pub use version::WeightVersion;

@@ -14,7 +14,7 @@ use common::{Tensor, Weights, awake, bits, encode, fresh, tiny_builder, tiny_wei
 use cycle::{Load, assert_like_fresh, engine, load, request, weights};
 use dormouse::{
     Checkpoint, DType, Engine, KvCapacity, LoadError, Retention, SleepOptions, Sleeping, SourceError,
-    TensorSet, TensorSpec, TransferError, WeightSource, WeightsLoaded,
+    TensorReader, TensorSet, TensorSpec, TransferError, WeightSource, WeightsLoaded,
 };
 use faulty::{Fault, Faulty};
 
@@ -219,7 +219,18 @@ fn c27_a_load_reads_what_the_path_holds_now() {
 struct Meddler<'a> {
     inner: Checkpoint,
     reads_left: usize,
+    /// Whether several threads read a tensor, or the source hands it over by itself.
+    shared: bool,
     meddle: &'a mut dyn FnMut(),
+}
+
+impl Meddler<'_> {
+    fn count(&mut self) {
+        if self.reads_left == 0 {
+            (self.meddle)();
+        }
+        self.reads_left = self.reads_left.wrapping_sub(1);
+    }
 }
 
 impl WeightSource for Meddler<'_> {
@@ -227,11 +238,15 @@ impl WeightSource for Meddler<'_> {
         self.inner.index()
     }
     fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
-        if self.reads_left == 0 {
-            (self.meddle)();
-        }
-        self.reads_left = self.reads_left.wrapping_sub(1);
+        self.count();
         self.inner.read(tensor, sink)
+    }
+    fn reader(&mut self, tensor: usize) -> Result<Option<Box<dyn TensorReader + '_>>, SourceError> {
+        if !self.shared {
+            return Ok(None);
+        }
+        self.count();
+        self.inner.reader(tensor)
     }
     fn finish(&mut self) -> Result<(), SourceError> {
         self.inner.finish()
@@ -263,12 +278,12 @@ fn c27_files_that_change_while_they_are_read_are_never_a_mix() {
         ("removed", &remove, false),
     ];
     for (what, meddle, must_fail) in meddlers {
-        for reads_left in [1, 10] {
+        for (reads_left, shared) in [(1, false), (10, false), (1, true), (10, true)] {
             save_checkpoint(directory.path(), &w0);
             let asleep = engine(&w0).sleep(SleepOptions::default().resident()).unwrap();
             let meddle: &mut dyn FnMut() = &mut || meddle();
-            match asleep.load_weights(Meddler { inner: Checkpoint::at(directory.path()), reads_left, meddle })
-            {
+            let inner = Checkpoint::at(directory.path());
+            match asleep.load_weights(Meddler { inner, reads_left, shared, meddle }) {
                 // The old file, still open, is a whole set as well.
                 Ok(loaded) => {
                     assert!(!must_fail && digests.contains(&loaded.report().version.digest), "{what}")

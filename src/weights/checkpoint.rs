@@ -15,7 +15,7 @@ use super::TensorSpec;
 use super::bounded::{ReadError, read_bounded};
 use super::json::{UniqueKeys, cut};
 use super::safetensors::Shard;
-use super::source::{SourceError, UnsupportedTensor, WeightSource};
+use super::source::{SourceError, TensorReader, UnsupportedTensor, WeightSource};
 
 /// Longest index that is read, in bytes.
 const MAX_INDEX_BYTES: u64 = 32 << 20;
@@ -64,6 +64,18 @@ impl Checkpoint {
     pub fn exists(directory: impl AsRef<Path>) -> bool {
         let directory = directory.as_ref();
         ["model.safetensors", "model.safetensors.index.json"].iter().any(|file| directory.join(file).exists())
+    }
+
+    /// The shard of a tensor and its position there; no other shard stays open.
+    fn open_shard_of(&mut self, tensor: usize) -> Result<(usize, usize), SourceError> {
+        let no_such_tensor = SourceError::NoSuchTensor { tensor, count: self.places.len() };
+        let (number, position) = *self.places.get(tensor).ok_or(no_such_tensor)?;
+        if let Some(open) = self.open.replace(number)
+            && open != number
+        {
+            self.shards[open].close();
+        }
+        Ok((number, position))
     }
 
     /// Finds the files and what the index says of them, without opening a shard.
@@ -134,14 +146,13 @@ impl WeightSource for Checkpoint {
     }
 
     fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
-        let no_such_tensor = SourceError::NoSuchTensor { tensor, count: self.places.len() };
-        let (number, position) = *self.places.get(tensor).ok_or(no_such_tensor)?;
-        if let Some(open) = self.open.replace(number)
-            && open != number
-        {
-            self.shards[open].close();
-        }
+        let (number, position) = self.open_shard_of(tensor)?;
         self.shards[number].read(position, &mut self.buffer, sink)
+    }
+
+    fn reader(&mut self, tensor: usize) -> Result<Option<Box<dyn TensorReader + '_>>, SourceError> {
+        let (number, position) = self.open_shard_of(tensor)?;
+        Ok(Some(Box::new(self.shards[number].reader(position)?)))
     }
 
     fn finish(&mut self) -> Result<(), SourceError> {

@@ -13,6 +13,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use safetensors::View;
 
 pub use self::error::{PieceError, PushError, TransferError};
@@ -20,10 +21,15 @@ use self::stream::{Stream, Writer};
 use super::manifest::{Accept, Target};
 use super::views::open as open_view;
 use super::{
-    Bucket, Incomplete, LoadOptions, Manifest, TensorDigest, TensorSpec, WeightLayout, WeightSource,
-    WeightsDigest, WeightsMismatch,
+    Bucket, Incomplete, LoadOptions, Manifest, TensorDigest, TensorReader, TensorSpec, WeightLayout,
+    WeightSource, WeightsDigest, WeightsMismatch,
 };
 use crate::device::{Arena, Device};
+
+/// Bytes of a tensor that are read before they are looked at, by all threads together.
+const READ_BYTES: usize = 4 << 20;
+/// Bytes of them that one thread reads at a time.
+const READ_PART_BYTES: usize = 256 << 10;
 
 /// Where an intake writes.
 pub(crate) trait Memory {
@@ -69,6 +75,8 @@ pub(crate) struct Intake {
     head: Slot,
     /// One window of converted elements.
     scratch: Vec<u8>,
+    /// What several threads read at a time.
+    buffer: Vec<u8>,
     /// Set by the first push that failed.
     failed: bool,
     received_bytes: u64,
@@ -144,6 +152,7 @@ impl Intake {
             slots,
             head: Slot::Empty,
             scratch: Vec::new(),
+            buffer: Vec::new(),
             failed: false,
             received_bytes: 0,
             waiting_bytes: 0,
@@ -430,26 +439,77 @@ impl Intake {
     ) -> Result<(), PushError> {
         let Some(mut stream) = self.take_stream(target, tensor)? else { return Ok(()) };
         let mut writer = Writer::new(&self.shape, &self.options, memory, &mut self.scratch);
-        let mut received_bytes = 0_u64;
-        let mut outcome = Ok(());
-        source
-            .read(position, &mut |piece| {
-                received_bytes += piece.len() as u64;
-                if outcome.is_ok() && received_bytes <= stream.expected() as u64 {
-                    outcome = stream.consume(&mut writer, piece);
-                }
-            })
-            .map_err(TransferError::from)?;
-        outcome?;
-        let expected_bytes = stream.expected() as u64;
-        if received_bytes != expected_bytes {
-            let tensor = tensor.name.clone();
-            return Err(TransferError::WrongLength { tensor, expected_bytes, received_bytes }.into());
+        let is_read = match source.reader(position).map_err(TransferError::from)? {
+            Some(reader) => {
+                read_shared(&self.shape, &mut self.buffer, &*reader, &mut stream, &mut writer)?;
+                true
+            }
+            None => false,
+        };
+        if !is_read {
+            read_alone(source, position, tensor, &mut stream, &mut writer)?;
         }
-        self.received_bytes += received_bytes;
+        self.received_bytes += stream.expected() as u64;
         self.put_stream(target, stream);
         Ok(())
     }
+}
+
+/// Reads a whole tensor that the source hands over by itself.
+fn read_alone(
+    source: &mut dyn WeightSource,
+    position: usize,
+    tensor: &TensorSpec,
+    stream: &mut Stream,
+    writer: &mut Writer<'_>,
+) -> Result<(), PushError> {
+    let expected_bytes = stream.expected() as u64;
+    let mut received_bytes = 0_u64;
+    let mut outcome = Ok(());
+    source
+        .read(position, &mut |piece| {
+            received_bytes += piece.len() as u64;
+            if outcome.is_ok() && received_bytes <= expected_bytes {
+                outcome = stream.consume(writer, piece);
+            }
+        })
+        .map_err(TransferError::from)?;
+    outcome?;
+    if received_bytes == expected_bytes {
+        return Ok(());
+    }
+    let tensor = tensor.name.clone();
+    Err(TransferError::WrongLength { tensor, expected_bytes, received_bytes }.into())
+}
+
+/// Reads a whole tensor on the device's threads.
+fn read_shared(
+    shape: &IntakeShape,
+    buffer: &mut Vec<u8>,
+    reader: &dyn TensorReader,
+    stream: &mut Stream,
+    writer: &mut Writer<'_>,
+) -> Result<(), PushError> {
+    let expected = stream.expected();
+    for offset in (0..expected).step_by(READ_BYTES) {
+        let bytes = READ_BYTES.min(expected - offset);
+        if buffer.len() < bytes {
+            buffer.resize(bytes, 0);
+        }
+        let parts: Vec<_> = buffer[..bytes].chunks_mut(READ_PART_BYTES).map(Mutex::new).collect();
+        let fault = Mutex::new(None);
+        shape.device.share_out(parts.len(), &|part| {
+            if let Err(error) = reader.read_at(offset + part * READ_PART_BYTES, &mut parts[part].lock()) {
+                fault.lock().get_or_insert(error);
+            }
+        });
+        drop(parts);
+        if let Some(error) = fault.into_inner() {
+            return Err(TransferError::from(error).into());
+        }
+        stream.consume(writer, &buffer[..bytes])?;
+    }
+    Ok(())
 }
 
 /// Why an intake is not a whole set of weights.

@@ -17,7 +17,7 @@ pub use self::bytes::SafetensorsBytes;
 pub use self::error::SafetensorsError;
 use self::header::{ByteRange, Header};
 use super::bounded::open_regular;
-use super::source::{SourceError, UnsupportedTensor, WeightSource};
+use super::source::{SourceError, TensorReader, UnsupportedTensor, WeightSource};
 use super::{DType, TensorSpec};
 
 /// Bytes read at a time.
@@ -76,6 +76,10 @@ impl WeightSource for SafetensorsFile {
 
     fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
         self.shard.read(tensor, &mut self.buffer, sink)
+    }
+
+    fn reader(&mut self, tensor: usize) -> Result<Option<Box<dyn TensorReader + '_>>, SourceError> {
+        Ok(Some(Box::new(self.shard.reader(tensor)?)))
     }
 
     fn finish(&mut self) -> Result<(), SourceError> {
@@ -149,22 +153,26 @@ impl Shard {
         buffer: &mut Vec<u8>,
         sink: &mut dyn FnMut(&[u8]),
     ) -> Result<(), SourceError> {
+        let tensor = self.reader(tensor)?;
+        let tensor_bytes = tensor.bytes();
+        for offset in (0..tensor_bytes).step_by(CHUNK_BYTES) {
+            let bytes = CHUNK_BYTES.min(tensor_bytes - offset);
+            if buffer.len() < bytes {
+                buffer.resize(bytes, 0);
+            }
+            tensor.read_at(offset, &mut buffer[..bytes])?;
+            sink(&buffer[..bytes]);
+        }
+        Ok(())
+    }
+
+    /// Opens one tensor.
+    pub(super) fn reader(&mut self, tensor: usize) -> Result<ShardTensor<'_>, SourceError> {
         let no_such_tensor = SourceError::NoSuchTensor { tensor, count: self.ranges.len() };
         let range = *self.ranges.get(tensor).ok_or(no_such_tensor)?;
         self.reopen()?;
         let Some(file) = &self.file else { return Err(self.changed()) };
-        let mut position = range.begin;
-        while position < range.end {
-            let left = usize::try_from(range.end - position).unwrap_or(CHUNK_BYTES);
-            let bytes = left.min(CHUNK_BYTES);
-            if buffer.len() < bytes {
-                buffer.resize(bytes, 0);
-            }
-            self.read_exact(file, &mut buffer[..bytes], position)?;
-            sink(&buffer[..bytes]);
-            position += bytes as u64;
-        }
-        Ok(())
+        Ok(ShardTensor { shard: self, file, range })
     }
 
     /// Opens the file again if it was closed, and makes sure that it is the one that was indexed.
@@ -215,6 +223,34 @@ impl Shard {
 
     fn changed(&self) -> SourceError {
         SourceError::ChangedDuringRead { path: self.path.clone() }
+    }
+}
+
+/// One tensor of an open file.
+pub(super) struct ShardTensor<'a> {
+    shard: &'a Shard,
+    file: &'a File,
+    range: ByteRange,
+}
+
+impl ShardTensor<'_> {
+    /// Its length: the header was checked against the file, so it fits the address space of whoever has room
+    /// for the tensor.
+    fn bytes(&self) -> usize {
+        usize::try_from(self.range.end - self.range.begin).unwrap_or(usize::MAX)
+    }
+}
+
+impl TensorReader for ShardTensor<'_> {
+    fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<(), SourceError> {
+        let inside = offset.checked_add(out.len()).is_some_and(|end| end <= self.bytes());
+        if !inside {
+            return Err(self.shard.io(std::io::Error::new(
+                std::io::ErrorKind::InvalidInput,
+                format!("{} bytes at {offset} of a tensor of {}", out.len(), self.bytes()),
+            )));
+        }
+        self.shard.read_exact(self.file, out, self.range.begin + offset as u64)
     }
 }
 

@@ -70,6 +70,16 @@ pub trait WeightSource {
     /// A [`SourceError`]; `sink` may have been given a part.
     fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError>;
 
+    /// Opens the tensor at a position of the last index for several threads that read parts of it at once.
+    /// `None`, which is the default: it is [read](WeightSource::read) in one go.
+    ///
+    /// # Errors
+    /// A [`SourceError`].
+    fn reader(&mut self, tensor: usize) -> Result<Option<Box<dyn TensorReader + '_>>, SourceError> {
+        let _ = tensor;
+        Ok(None)
+    }
+
     /// Ends the load: releases what the source holds open.
     ///
     /// # Errors
@@ -78,6 +88,15 @@ pub trait WeightSource {
     fn finish(&mut self) -> Result<(), SourceError> {
         Ok(())
     }
+}
+
+/// A tensor that several threads can read at once, see [`WeightSource::reader`].
+pub trait TensorReader: Sync {
+    /// Fills `out` with the tensor's bytes from `offset` on: little-endian, row-major.
+    ///
+    /// # Errors
+    /// A [`SourceError`]; what `out` holds then is unspecified.
+    fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<(), SourceError>;
 }
 
 macro_rules! forward_weight_source {
@@ -96,6 +115,10 @@ macro_rules! forward_weight_source {
 
         fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
             <$target>::read(self, tensor, sink)
+        }
+
+        fn reader(&mut self, tensor: usize) -> Result<Option<Box<dyn TensorReader + '_>>, SourceError> {
+            <$target>::reader(self, tensor)
         }
 
         fn finish(&mut self) -> Result<(), SourceError> {

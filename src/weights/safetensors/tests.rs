@@ -82,6 +82,30 @@ fn reads_a_tensor_larger_than_the_buffer_in_order() {
 }
 
 #[test]
+fn threads_read_any_part_of_a_tensor_and_nothing_beyond_it() {
+    let bytes = file(&[("a", "F16", &[4], b"abcdefgh"), ("b", "F32", &[2], b"ijklmnop")]);
+    let (_directory, path) = on_disk(&bytes);
+    let mut source = SafetensorsFile::at(&path);
+    assert!(matches!(source.reader(0), Err(SourceError::NoSuchTensor { tensor: 0, count: 0 })));
+    source.index().unwrap();
+    let reader = source.reader(1).unwrap().unwrap();
+    std::thread::scope(|scope| {
+        for (offset, expected) in [(0, &b"ijklmnop"[..]), (3, b"lmn"), (7, b"p"), (8, b"")] {
+            let reader = &*reader;
+            scope.spawn(move || {
+                let mut out = vec![0; expected.len()];
+                reader.read_at(offset, &mut out).unwrap();
+                assert_eq!(out, expected);
+            });
+        }
+    });
+    for (offset, len) in [(8, 1), (0, 9), (usize::MAX, 1), (9, 0)] {
+        let fault = reader.read_at(offset, &mut vec![0; len]).unwrap_err();
+        assert!(matches!(fault, SourceError::Io { .. }), "{fault}");
+    }
+}
+
+#[test]
 fn b41_unaligned_data_give_the_same_digest() {
     let aligned = digest(&mut SafetensorsBytes::new(file(&SAMPLE))).unwrap();
     for padding in 1..8 {
