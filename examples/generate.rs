@@ -1,4 +1,4 @@
-//! Text from a checkpoint: tokenises a prompt, generates, prints the text and each token's logprob.
+//! Text from a checkpoint: tokenises a prompt, generates, prints the text as it comes and each token's logprob.
 //!
 //! ```sh
 //! cargo run --release --example generate                                   # the small model of this repository
@@ -6,6 +6,7 @@
 //! ```
 
 use std::error::Error;
+use std::io::Write as _;
 
 use dormouse::{Engine, Request};
 use tokenizers::Tokenizer;
@@ -34,12 +35,24 @@ fn run() -> Result<(), Box<dyn Error>> {
     let tokens = tokenizer.encode(prompt.as_str(), true).map_err(|e| e.to_string())?.get_ids().to_vec();
 
     let begin = std::time::Instant::now();
-    let outputs = engine.generate(&[Request::new(tokens).max_new_tokens(48).temperature(0.0)])?;
+    engine.submit(Request::new(tokens).max_new_tokens(48).temperature(0.0).stream(true))?;
+    print!("{prompt}");
+    let mut text = tokenizer.decode_stream(true);
+    let output = loop {
+        let step = engine.step()?;
+        for token in &step.tokens {
+            // Some tokens are a part of a character: their text comes with the rest of it.
+            print!("{}", text.step(token.token).map_err(|e| e.to_string())?.unwrap_or_default());
+            std::io::stdout().flush()?;
+        }
+        if let Some(output) = step.outputs.into_iter().next() {
+            break output;
+        }
+    };
     let seconds = begin.elapsed().as_secs_f64();
+    println!();
 
-    let completion = &outputs[0].completions[0];
-    let text = tokenizer.decode(&completion.tokens, true).map_err(|e| e.to_string())?;
-    println!("{prompt}{text}");
+    let completion = &output.completions[0];
     println!("finish: {}, version: {}", completion.finish_reason.as_str(), engine.version());
     for (token, logprob) in completion.tokens.iter().zip(&completion.logprobs) {
         println!("{token:>7} {logprob:>9.4}  {:?}", tokenizer.id_to_token(*token).unwrap_or_default());

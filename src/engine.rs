@@ -31,7 +31,7 @@ mod update;
 mod update_error;
 mod wake;
 
-pub use awake::{Aborted, StepOutput};
+pub use awake::{Aborted, StepOutput, StepToken};
 pub use builder::{EngineBuilder, KvCapacity, SimdPath};
 pub use error::{
     BuildError, Error, Failed, GenerateError, LoadError, RestoreError, SleepError, StepError, WakeError,

@@ -37,6 +37,10 @@ pub struct Request {
     /// Keeps the prefix cache of this request apart from that of requests with another salt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_salt: Option<String>,
+    /// Whether each token is handed out by the step after it was sampled, see
+    /// [`StepOutput::tokens`](crate::StepOutput::tokens); for submitted requests only.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub stream: bool,
     /// How to sample. In JSON its fields stand beside `prompt`.
     #[serde(flatten)]
     pub params: SamplingParams,
@@ -69,6 +73,7 @@ impl Request {
             prompt: prompt.into(),
             id: None,
             cache_salt: None,
+            stream: false,
             params: SamplingParams::default(),
             resume: None,
         }
@@ -209,6 +214,12 @@ impl Request {
     /// Sets the salt of the prefix cache.
     pub fn cache_salt(mut self, salt: impl Into<String>) -> Self {
         self.cache_salt = Some(salt.into());
+        self
+    }
+
+    /// Sets whether tokens are handed out as they are sampled.
+    pub fn stream(mut self, stream: bool) -> Self {
+        self.stream = stream;
         self
     }
 

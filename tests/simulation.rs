@@ -13,7 +13,7 @@ use std::time::Duration;
 use common::{Weights, awake, prompt, tiny_builder, tiny_weights};
 use dormouse::{
     Awake, Completion, DType, Engine, FinishReason, GenerateError, InFlight, KvCapacity, OnDeadline, Request,
-    RequestError, RequestId, RequestOutput, SleepOptions, WeightVersion,
+    RequestError, RequestId, RequestOutput, SleepOptions, StepToken, WeightVersion,
 };
 use proptest::prelude::*;
 
@@ -69,6 +69,7 @@ impl Ask {
         let prompt = &self.prompt[..self.prompt.len().min(max_len - 1)];
         let new_tokens = self.new_tokens.min(max_len - prompt.len());
         let request = Request::new(prompt).samples(self.samples).max_new_tokens(new_tokens).seed(self.seed);
+        let request = request.stream(self.seed.is_multiple_of(2));
         match self.kind {
             0 => request,
             1 => request.temperature(0.0).ignore_eos(true),
@@ -183,8 +184,33 @@ fn pool() -> impl Strategy<Value = Pool> {
 /// A request that was submitted and has not been handed out.
 struct Live {
     request: Request,
+    /// Whether an earlier run had made some of it.
+    resumed: bool,
     /// Sets of weights that served while it was there.
     under: Vec<usize>,
+    /// Tokens that steps handed out, by sample.
+    streamed: BTreeMap<usize, Vec<StepToken>>,
+}
+
+impl Live {
+    /// Steps handed out each token once, in order, and, if the output came from a step, all of them.
+    fn check_stream(&self, output: &RequestOutput, from_step: bool) {
+        for completion in &output.completions {
+            let streamed = self.streamed.get(&completion.index).map_or(&[][..], Vec::as_slice);
+            for (token, next) in streamed.iter().zip(&streamed[1.min(streamed.len())..]) {
+                assert_eq!(token.position + 1, next.position, "in order, without gaps");
+            }
+            for token in streamed {
+                let expected = (completion.tokens[token.position], completion.logprobs[token.position]);
+                assert_eq!((token.token, token.logprob.to_bits()), (expected.0, expected.1.to_bits()));
+            }
+            // What an earlier run had made is not handed out again.
+            let made: usize = streamed.first().map_or(completion.tokens.len(), |first| first.position);
+            let whole = made + streamed.len() == completion.tokens.len() && (made == 0 || self.resumed);
+            assert!(!from_step || !self.request.stream || whole, "{streamed:?} of {completion:?}");
+            assert!(self.request.stream || streamed.is_empty(), "nobody asked for {streamed:?}");
+        }
+    }
 }
 
 struct Simulation {
@@ -231,11 +257,11 @@ impl Simulation {
 
     fn run(&mut self, op: &Op) {
         match op {
-            Op::Submit(ask) => self.submit(ask.request(self.max_len)),
+            Op::Submit(ask) => self.submit(ask.request(self.max_len), false),
             Op::Resume(which) => {
                 if !self.partials.is_empty() {
                     let (request, partial) = self.partials.swap_remove(which % self.partials.len());
-                    self.submit(request.resume(&partial).expect("its own output"));
+                    self.submit(request.resume(&partial).expect("its own output"), true);
                 }
             }
             Op::Step(count) => (0..*count).for_each(|_| self.step()),
@@ -244,12 +270,12 @@ impl Simulation {
                 let ids: Vec<RequestId> = id.into_iter().collect();
                 let aborted = self.engine().abort(&ids);
                 assert!(aborted.aborted.iter().all(|id| ids.contains(id)), "only what was named");
-                self.take(aborted.outputs);
+                self.take(aborted.outputs, false);
                 assert!(ids.iter().all(|id| !self.live.contains_key(id)), "aborted now or ended before");
             }
             Op::AbortAll => {
                 let aborted = self.engine().abort_all();
-                self.take(aborted.outputs);
+                self.take(aborted.outputs, false);
                 assert!(self.live.is_empty(), "all are handed out");
                 assert_eq!(self.engine().stats().blocks_owned, 0, "nobody owns a block");
             }
@@ -283,22 +309,31 @@ impl Simulation {
         assert!(stats.live_requests <= self.live.len(), "{stats:?}");
     }
 
-    fn submit(&mut self, request: Request) {
+    fn submit(&mut self, request: Request, resumed: bool) {
         let id = self.engine().submit(request.clone()).expect("a valid request");
-        let live = Live { request, under: vec![self.weights] };
+        let live = Live { request, resumed, under: vec![self.weights], streamed: BTreeMap::new() };
         assert!(self.live.insert(id, live).is_none(), "ids are used once");
     }
 
     fn step(&mut self) {
         let step = self.engine().step().expect("the device works");
-        self.take(step.outputs);
+        self.take_step(step.tokens, step.outputs);
         assert_eq!(step.live_requests, self.live.len(), "a step hands out all that have ended");
     }
 
+    fn take_step(&mut self, tokens: Vec<StepToken>, outputs: Vec<RequestOutput>) {
+        for token in tokens {
+            let live = self.live.get_mut(&token.request).expect("tokens come before or with the output");
+            live.streamed.entry(token.sample).or_default().push(token);
+        }
+        self.take(outputs, true);
+    }
+
     /// Takes outputs of submitted requests.
-    fn take(&mut self, outputs: Vec<RequestOutput>) {
+    fn take(&mut self, outputs: Vec<RequestOutput>, from_step: bool) {
         for output in outputs {
             let live = self.live.remove(&output.request).expect("submitted, and not handed out before");
+            live.check_stream(&output, from_step);
             self.check_spans(&live, &output);
             if output.completions.iter().any(|c| c.finish_reason == FinishReason::Abort) {
                 self.partials.push((live.request, output));
@@ -473,7 +508,7 @@ impl Simulation {
         assert_eq!(stats.blocks_free, stats.blocks, "an empty cache");
         self.versions.push((engine.version(), weights));
         self.engine = Some(engine);
-        self.take(settled);
+        self.take(settled, false);
         self.weights = weights;
         self.live.values_mut().for_each(|live| live.under.push(weights));
     }
@@ -484,7 +519,7 @@ impl Simulation {
         loop {
             let step = self.engine().step().expect("the device works");
             let idle = step.is_idle();
-            self.take(step.outputs);
+            self.take_step(step.tokens, step.outputs);
             if idle {
                 break;
             }

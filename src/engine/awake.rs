@@ -13,6 +13,10 @@ pub struct StepOutput {
     /// Submitted requests that have ended since the last call, in order of their end. Each is handed out
     /// once.
     pub outputs: Vec<RequestOutput>,
+    /// Tokens of requests that [stream](crate::Request::stream), sampled since the last call, in order. Each is
+    /// handed out once, and before or with its request's output; one whose request was aborted, or taken while
+    /// the engine slept, is in that output only.
+    pub tokens: Vec<StepToken>,
     /// Tokens computed in this step, prompt tokens among them.
     pub computed_tokens: usize,
     /// Tokens sampled in this step.
@@ -28,6 +32,21 @@ impl StepOutput {
     pub fn is_idle(&self) -> bool {
         self.live_requests == 0
     }
+}
+
+/// A token of a request that streams.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepToken {
+    /// The request.
+    pub request: RequestId,
+    /// Which of its samples.
+    pub sample: usize,
+    /// Position in the completion, from 0.
+    pub position: usize,
+    /// The token.
+    pub token: TokenId,
+    /// Its logprob in the model's distribution.
+    pub logprob: f32,
 }
 
 /// What [`Engine::abort`] did.
@@ -89,8 +108,9 @@ impl Engine<Awake> {
     pub fn step(&self) -> Result<StepOutput, StepError> {
         let Progress { computed_tokens, sampled_tokens, preempted, live_requests } =
             self.state.shared.step_unless(&self.state.weights, |_| false)?.unwrap_or_default();
-        let outputs = self.state.shared.mailbox().take_finished();
-        Ok(StepOutput { outputs, computed_tokens, sampled_tokens, preempted, live_requests })
+        let mut mailbox = self.state.shared.mailbox();
+        let (outputs, tokens) = (mailbox.take_finished(), mailbox.take_streamed());
+        Ok(StepOutput { outputs, tokens, computed_tokens, sampled_tokens, preempted, live_requests })
     }
 
     /// Ends requests now, wherever they are: waiting, in the middle of a prompt, decoding. A step in progress
@@ -101,7 +121,7 @@ impl Engine<Awake> {
     pub fn abort(&self, ids: &[RequestId]) -> Aborted {
         self.state.shared.between_steps(|serving| {
             let aborted = serving.abort(ids);
-            Aborted { aborted, outputs: serving.mailbox.take_finished() }
+            Aborted { aborted, outputs: serving.mailbox.take_finished_alone() }
         })
     }
 
@@ -110,7 +130,7 @@ impl Engine<Awake> {
         self.state.shared.between_steps(|serving| {
             let ids = serving.executor.live_requests();
             let aborted = serving.abort(&ids);
-            Aborted { aborted, outputs: serving.mailbox.take_finished() }
+            Aborted { aborted, outputs: serving.mailbox.take_finished_alone() }
         })
     }
 

@@ -11,7 +11,7 @@ use rows::Row;
 
 use super::core::{Core, Parts};
 use super::requests::{LiveRequest, Owner, SessionTurn};
-use super::{EngineStats, MemoryReport, StepError};
+use super::{EngineStats, MemoryReport, StepError, StepToken};
 use crate::completion::{CompletionError, FinishReason, RequestId, RequestOutput};
 use crate::kv::Salt;
 use crate::model::{KvMemory, Workspace};
@@ -60,6 +60,8 @@ pub(crate) struct Executor {
     sequences: BTreeMap<SeqId, (RequestId, usize)>,
     next_seq: u64,
     ended: Vec<Ended>,
+    /// Tokens of requests that stream.
+    streamed: Vec<StepToken>,
     /// Buffers that no thread samples with at the moment.
     scratches: Mutex<Vec<SamplerScratch>>,
     stats: EngineStats,
@@ -79,6 +81,7 @@ impl Executor {
             sequences: BTreeMap::new(),
             next_seq: 0,
             ended: Vec::new(),
+            streamed: Vec::new(),
             scratches: Mutex::default(),
             stats: EngineStats::default(),
             in_step: false,
@@ -104,6 +107,10 @@ impl Executor {
 
     pub(crate) fn live_requests(&self) -> Vec<RequestId> {
         self.requests.keys().copied().collect()
+    }
+
+    pub(crate) fn take_streamed(&mut self) -> Vec<StepToken> {
+        std::mem::take(&mut self.streamed)
     }
 
     pub(crate) fn take_ended(&mut self) -> Vec<Ended> {
@@ -277,6 +284,15 @@ impl Executor {
             let token = sampled.as_ref().map(|s| s.token).ok();
             match sampled {
                 Ok(sampled) => {
+                    if request.request.stream && request.owner == Owner::Stepper {
+                        self.streamed.push(StepToken {
+                            request: id,
+                            sample,
+                            position: live.completion.tokens.len(),
+                            token: sampled.token,
+                            logprob: sampled.logprob,
+                        });
+                    }
                     live.push(
                         sampled,
                         &request.request.params,

@@ -12,7 +12,7 @@ use parking_lot::{Mutex, MutexGuard};
 use super::executor::{Ended, Executor, Progress};
 use super::requests::{LiveRequest, Owner};
 use super::state::Carried;
-use super::{EngineStats, MemoryReport, StepError};
+use super::{EngineStats, MemoryReport, StepError, StepToken};
 use crate::completion::{RequestId, RequestOutput};
 use crate::request::RequestError;
 use crate::scheduler::PinId;
@@ -27,6 +27,8 @@ pub(crate) struct Mailbox {
     caller_ids: HashMap<String, RequestId>,
     /// Outputs for the next step's caller, in order of their end.
     finished: Vec<RequestOutput>,
+    /// Tokens for the next step's caller, in order.
+    streamed: Vec<StepToken>,
     /// Outputs that a call waits for.
     awaited: BTreeMap<RequestId, Ended>,
     /// Calls that stopped waiting: their outputs are dropped.
@@ -87,7 +89,20 @@ impl Mailbox {
         std::mem::take(&mut self.finished)
     }
 
-    fn deliver(&mut self, ended: Vec<Ended>) {
+    pub(crate) fn take_streamed(&mut self) -> Vec<StepToken> {
+        std::mem::take(&mut self.streamed)
+    }
+
+    /// Takes the outputs for somebody who does not take tokens: none of theirs come after them.
+    pub(crate) fn take_finished_alone(&mut self) -> Vec<RequestOutput> {
+        let finished = self.take_finished();
+        let ended: BTreeSet<RequestId> = finished.iter().map(|output| output.request).collect();
+        self.streamed.retain(|token| !ended.contains(&token.request));
+        finished
+    }
+
+    fn deliver(&mut self, ended: Vec<Ended>, streamed: Vec<StepToken>) {
+        self.streamed.extend(streamed);
         for ended in ended {
             if let Some(caller_id) = &ended.output.id {
                 self.caller_ids.remove(caller_id);
@@ -125,8 +140,8 @@ impl Serving<'_> {
 
     /// Hands what has ended to the mailbox.
     fn deliver(&mut self) {
-        let ended = self.executor.take_ended();
-        self.mailbox.deliver(ended);
+        let (ended, streamed) = (self.executor.take_ended(), self.executor.take_streamed());
+        self.mailbox.deliver(ended, streamed);
     }
 
     /// Ends requests that were collected; returns those that were live.
@@ -146,6 +161,7 @@ impl Serving<'_> {
     /// Queues what slept: retracted requests first, outputs nobody took.
     pub(crate) fn carry(&mut self, carried: Carried) {
         self.mailbox.finished.extend(carried.settled);
+        self.mailbox.streamed.extend(carried.streamed);
         for request in carried.retracted {
             if let Some(caller_id) = request.request.id.as_deref() {
                 self.mailbox.caller_ids.insert(caller_id.to_owned(), request.id);
@@ -214,10 +230,10 @@ impl Shared {
         }
         // The mailbox is open while the step runs: submissions don't wait for it.
         let mut progress = executor.step(weights);
-        let ended = executor.take_ended();
+        let (ended, streamed) = (executor.take_ended(), executor.take_streamed());
         {
             let mut mailbox = self.mailbox.lock();
-            mailbox.deliver(ended);
+            mailbox.deliver(ended, streamed);
             if let Ok(progress) = &mut progress {
                 // Those that came while the step ran have not ended either.
                 progress.live_requests += mailbox.submissions.len();

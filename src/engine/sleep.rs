@@ -179,7 +179,11 @@ impl Engine<Awake> {
             free: begin.elapsed(),
             ..SleepReport::default()
         };
-        let carried = Carried { retracted: closed.retracted, settled: mailbox.take_finished() };
+        let carried = Carried {
+            retracted: closed.retracted,
+            settled: mailbox.take_finished(),
+            streamed: mailbox.take_streamed(),
+        };
         let reservations = Reservations { kv, workspace };
         Ok((core, FellAsleep { weights, reservations, carried, report }))
     }
@@ -275,13 +279,17 @@ impl<W: Retention> Engine<Sleeping<W>> {
     /// Ends the requests that were retracted at the sleep and hands them out with the tokens they have: they
     /// do not go on after the wake.
     pub fn abort_retracted(&mut self) -> Vec<RequestOutput> {
-        self.state.carried.retracted.drain(..).map(LiveRequest::into_output).collect()
+        let retracted: Vec<_> = self.state.carried.retracted.drain(..).collect();
+        self.state.carried.forget_tokens(retracted.iter().map(|request| request.id));
+        retracted.into_iter().map(LiveRequest::into_output).collect()
     }
 
     /// Takes the outputs of requests that had ended by the time the engine slept and were not handed out
     /// yet: those aborted or drained at the sleep, and those that no step had returned. What is not taken
     /// here is returned by the first step after the wake.
     pub fn take_settled(&mut self) -> Vec<RequestOutput> {
-        std::mem::take(&mut self.state.carried.settled)
+        let settled = std::mem::take(&mut self.state.carried.settled);
+        self.state.carried.forget_tokens(settled.iter().map(|output| output.request));
+        settled
     }
 }

@@ -1,11 +1,13 @@
 //! The states of an engine. Each owns exactly the resources that exist in it.
 
+use std::collections::BTreeSet;
 use std::fmt::Debug;
 
+use super::StepToken;
 use super::report::{LoadReport, MemoryReport, SleepReport, WakeReport};
 use super::requests::LiveRequest;
 use super::serving::Shared;
-use crate::completion::RequestOutput;
+use crate::completion::{RequestId, RequestOutput};
 use crate::device::Arena;
 use crate::device::cpu::HostBuffer;
 use crate::weights::{Identity, LoadedWeights, ResidentWeights, Torn, WeightVersion};
@@ -139,6 +141,16 @@ pub(crate) struct Carried {
     pub(crate) retracted: Vec<LiveRequest>,
     /// Ended, but not handed out yet.
     pub(crate) settled: Vec<RequestOutput>,
+    /// Sampled, but not handed out yet.
+    pub(crate) streamed: Vec<StepToken>,
+}
+
+impl Carried {
+    /// Drops the tokens of requests whose outputs are handed out.
+    pub(crate) fn forget_tokens(&mut self, requests: impl Iterator<Item = RequestId>) {
+        let ended: BTreeSet<RequestId> = requests.collect();
+        self.streamed.retain(|token| !ended.contains(&token.request));
+    }
 }
 
 impl sealed::State for Awake {
