@@ -76,7 +76,7 @@ macro_rules! forward_pushes {
 
             /// Takes a piece of a tensor: `bytes` (little-endian, row-major, any alignment) that begin `offset`
             /// bytes into it. The pieces of a tensor may come in any order, between those of others; those that
-            /// come before the ones in front of them wait in host memory, at most 4096 of a tensor.
+            /// come before the ones in front of them wait in host memory, at most 65,536.
             ///
             /// # Errors
             /// [`PushError`](crate::PushError); the transaction is over.

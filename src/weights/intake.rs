@@ -31,6 +31,9 @@ const READ_BYTES: usize = 4 << 20;
 /// Bytes of them that one thread reads at a time.
 const READ_PART_BYTES: usize = 256 << 10;
 
+/// Pieces that wait for one in front of them: what a hostile sender can make us keep beside their bytes.
+const MAX_WAITING_PIECES: usize = 1 << 16;
+
 /// Where an intake writes.
 pub(crate) trait Memory {
     /// The memory, in the resident layout; called when something is about to be written. `None`: the weights
@@ -80,6 +83,7 @@ pub(crate) struct Intake {
     /// Set by the first push that failed.
     failed: bool,
     received_bytes: u64,
+    waiting_pieces: usize,
     waiting_bytes: u64,
     peak_waiting_bytes: u64,
 }
@@ -155,6 +159,7 @@ impl Intake {
             buffer: Vec::new(),
             failed: false,
             received_bytes: 0,
+            waiting_pieces: 0,
             waiting_bytes: 0,
             peak_waiting_bytes: 0,
         }
@@ -412,14 +417,22 @@ impl Intake {
         let Some(mut stream) = self.take_stream(target, tensor)? else { return Ok(()) };
         stream.check_piece(tensor, offset, bytes.len())?;
         self.received_bytes += bytes.len() as u64;
-        if offset > stream.received() {
+        if bytes.is_empty() {
+            // Nothing to keep, and nothing to wait for.
+        } else if offset > stream.received() {
+            if self.waiting_pieces == MAX_WAITING_PIECES {
+                let (tensor, limit) = (tensor.name.clone(), MAX_WAITING_PIECES);
+                return Err(PieceError::TooManyWaiting { tensor, limit }.into());
+            }
+            self.waiting_pieces += 1;
             self.waiting_bytes += bytes.len() as u64;
             self.peak_waiting_bytes = self.peak_waiting_bytes.max(self.waiting_bytes);
-            stream.keep(offset, bytes)?;
+            stream.keep(offset, bytes);
         } else {
             let mut writer = Writer::new(&self.shape, &self.options, memory, &mut self.scratch);
             stream.consume(&mut writer, bytes)?;
             while let Some(waiting) = stream.next_waiting() {
+                self.waiting_pieces -= 1;
                 self.waiting_bytes -= waiting.len() as u64;
                 stream.consume(&mut writer, &waiting)?;
             }

@@ -87,7 +87,7 @@ pub enum PieceError {
     TooManyWaiting {
         /// The tensor's name.
         tensor: String,
-        /// Pieces of one tensor that are kept.
+        /// Pieces that are kept, of all tensors together.
         limit: usize,
     },
 }

@@ -15,8 +15,6 @@ use crate::weights::{DType, Incomplete, LM_HEAD, LoadOptions, TensorDigest, Tens
 const WINDOW_BYTES: usize = 2 << 20;
 /// Bytes that one thread converts and checks at a time.
 const PART_BYTES: usize = 64 << 10;
-/// Pieces of a tensor that wait for one in front of them.
-const MAX_WAITING: usize = 4096;
 
 /// A tensor of which some bytes have arrived.
 pub(super) struct Stream {
@@ -140,16 +138,8 @@ impl Stream {
     }
 
     /// Keeps a piece that lies further on until those in front of it have arrived.
-    pub(super) fn keep(&mut self, offset: usize, bytes: &[u8]) -> Result<(), PieceError> {
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        if self.waiting.len() == MAX_WAITING {
-            let tensor = self.sent.name.clone();
-            return Err(PieceError::TooManyWaiting { tensor, limit: MAX_WAITING });
-        }
+    pub(super) fn keep(&mut self, offset: usize, bytes: &[u8]) {
         self.waiting.insert(offset, bytes.to_vec());
-        Ok(())
     }
 
     /// Takes out the piece that is next.

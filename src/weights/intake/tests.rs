@@ -523,28 +523,28 @@ fn c17_pieces_of_one_tensor_agree_in_dtype_and_shape() {
 
 #[test]
 fn pieces_that_wait_are_limited_in_number() {
-    let shape = shape_of(&config(true, 2000, 7), |_| DType::F32);
+    let shape = shape_of(&config(true, 5000, 7), |_| DType::F32);
     let mut memory = arena(&shape);
     let mut intake = Intake::complete(shape.clone(), LoadOptions::default());
     let spec = shape.manifest.tensors()[0].clone();
-    for i in 0..4096 {
+    for i in 0..65_536 {
         intake.push_piece(&mut memory, &spec, 2 + 2 * i, &[1]).unwrap();
     }
-    assert_eq!((intake.waiting_bytes, intake.peak_waiting_bytes), (4096, 4096));
-    let error = intake.push_piece(&mut memory, &spec, 9000, &[1]).unwrap_err();
-    let PushError::Piece(PieceError::TooManyWaiting { tensor, limit: 4096 }) = error else {
+    assert_eq!((intake.waiting_bytes, intake.peak_waiting_bytes), (65_536, 65_536));
+    let error = intake.push_piece(&mut memory, &spec, 132_000, &[1]).unwrap_err();
+    let PushError::Piece(PieceError::TooManyWaiting { tensor, limit: 65_536 }) = error else {
         panic!("{error}")
     };
     assert_eq!(tensor, EMBEDDING);
     // One that goes to the front is no matter.
     let mut intake = Intake::complete(shape, LoadOptions::default());
-    for i in 0..4096 {
+    for i in 0..65_536 {
         intake.push_piece(&mut memory, &spec, 2 + 2 * i, &[1]).unwrap();
     }
     for at in [0, 1, 3, 5] {
         intake.push_piece(&mut memory, &spec, at, &[1]).unwrap();
     }
-    assert_eq!((intake.waiting_bytes, intake.peak_waiting_bytes), (4093, 4096));
+    assert_eq!((intake.waiting_bytes, intake.peak_waiting_bytes), (65_533, 65_536));
 }
 
 #[test]
