@@ -47,7 +47,7 @@ pub use update_error::{BeginError, CommitError, UpdateError};
 
 use self::core::Core;
 use crate::model::ModelConfig;
-use crate::weights::{Manifest, Match, TensorSpec, WeightsMismatch};
+use crate::weights::{LoadOptions, Manifest, Match, TensorSpec, WeightsMismatch};
 
 /// A rollout engine in state `S`: [`Awake`], [`Sleeping`] or [`WeightsLoaded`].
 ///
@@ -86,6 +86,19 @@ impl<S: State> Engine<S> {
     /// Every fault of the set in one error. Nothing changes.
     pub fn check_weights(&self, offered: &[TensorSpec]) -> Result<(), Box<WeightsMismatch>> {
         self.core.parts.manifest.check(offered).map(|_: Match| ())
+    }
+
+    /// [`Engine::check_weights`] of a set that will be sent with these options: names are mapped, dtypes that
+    /// would be converted and padding that would be trimmed are no faults.
+    ///
+    /// # Errors
+    /// Every fault of the set in one error. Nothing changes.
+    pub fn check_weights_with(
+        &self,
+        offered: &[TensorSpec],
+        options: &LoadOptions,
+    ) -> Result<(), Box<WeightsMismatch>> {
+        self.core.parts.manifest.check_with(offered, options)
     }
 
     /// Device memory that the engine holds now, by part.

@@ -121,6 +121,20 @@ impl Manifest {
         Ok(matched)
     }
 
+    /// Whether the offered tensors are exactly this manifest's, as far as the options let them.
+    ///
+    /// # Errors
+    /// A [`WeightsMismatch`] with every fault.
+    pub fn check_with(
+        &self,
+        offered: &[TensorSpec],
+        options: &LoadOptions,
+    ) -> Result<(), Box<WeightsMismatch>> {
+        let wanted = self.all();
+        let accept = Accept { options, wanted: &wanted, complete: true };
+        self.assign(offered, &[], &accept, &|_| false).map(|_| ())
+    }
+
     /// Position of the embedding, if the head is tied to it.
     pub(crate) fn tied_to(&self) -> Option<usize> {
         self.tied_to

@@ -309,3 +309,24 @@ fn c28_b26_an_update_of_a_tied_model_with_without_and_with_another_head() {
     loaded.update_with(both.source(), UpdateOptions::default().partial([EMBEDDING])).unwrap();
     assert_holds(&loaded, &crate::support::mix(&w0, &w1, &[EMBEDDING]));
 }
+
+#[test]
+fn a_dry_run_accepts_what_a_load_with_the_same_options_would() {
+    let mut specs = loaded(&weights(1)).expected_weights().tensors().to_vec();
+    for spec in &mut specs {
+        spec.name.insert_str(0, "module.");
+        spec.dtype = DType::Bf16;
+    }
+    let embedding = specs.iter_mut().find(|spec| spec.name.ends_with(EMBEDDING)).unwrap();
+    embedding.shape[0] += 3;
+    let engine = loaded(&weights(1));
+    let options = LoadOptions::default().names(NameMap::wrappers()).convert_dtypes().trim_vocab_padding();
+    engine.check_weights_with(&specs, &options).unwrap();
+    let faults = |options: LoadOptions| engine.check_weights_with(&specs, &options).unwrap_err();
+    let names = || LoadOptions::default().names(NameMap::wrappers());
+    assert_eq!(faults(names().convert_dtypes()).wrong_shape.len(), 1);
+    assert_eq!(faults(names().trim_vocab_padding()).wrong_dtype.len(), specs.len());
+    assert_eq!(faults(LoadOptions::default()).unknown.len(), specs.len());
+    specs.pop();
+    assert_eq!(engine.check_weights_with(&specs, &options).unwrap_err().missing.len(), 1);
+}
