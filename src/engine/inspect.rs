@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use super::state::Resident;
 use super::{Engine, LoadError, State};
 use crate::weights::{
-    Intake, LM_HEAD, LoadOptions, NoMemory, TensorDigest, TensorHasher, TensorSpec, WeightSource,
-    WeightTensor, WeightVersion, WeightsDigest, read_rows,
+    Intake, LoadOptions, NoMemory, TensorDigest, TensorHasher, TensorSpec, WeightSource, WeightTensor,
+    WeightVersion, WeightsDigest, read_rows,
 };
 
 /// Bytes that are read back and digested at a time: they stay in the second-level cache.
@@ -79,9 +79,8 @@ impl<S: Resident> Engine<S> {
         let parts = &self.core.parts;
         let (arena, _) =
             self.state.resident().map_err(|torn| TensorError::Torn { last: torn.last.clone() })?;
-        let tied = parts.manifest.tied_to().filter(|_| name == LM_HEAD);
-        let position = parts.manifest.position(name).or(tied);
-        let position = position.ok_or_else(|| TensorError::Unknown { name: name.to_owned() })?;
+        let unknown = || TensorError::Unknown { name: name.to_owned() };
+        let position = parts.manifest.position_read(name).ok_or_else(unknown)?;
         let tensor = &parts.manifest.tensors()[position];
         let mut data = vec![0; tensor.shape.iter().product::<usize>() * tensor.dtype.size()];
         read_rows(&*parts.device, &parts.layout, arena, parts.layout.places[position], 0, &mut data);

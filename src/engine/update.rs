@@ -101,7 +101,7 @@ impl Engine<WeightsLoaded> {
         let mut wanted = vec![false; manifest.tensors().len()];
         let mut unknown = Vec::new();
         for name in names {
-            match manifest.position(name) {
+            match manifest.position_read(name) {
                 Some(position) => wanted[position] = true,
                 None => unknown.push(name.clone()),
             }

@@ -151,14 +151,21 @@ impl WeightsDigest {
     /// [`Engine::digest_of`](crate::Engine::digest_of) leaves them out itself.
     ///
     /// # Errors
-    /// What the source reports.
+    /// What the source reports; [`SourceError::WrongLength`] if it delivers more or fewer bytes than it lists.
     pub fn of(source: &mut dyn WeightSource) -> Result<Self, SourceError> {
         let specs = source.index()?;
         source.plan(&(0..specs.len()).collect::<Vec<_>>())?;
         let mut digests = Vec::with_capacity(specs.len());
         for (position, spec) in specs.iter().enumerate() {
             let mut hasher = TensorHasher::new(spec);
-            source.read(position, &mut |piece| hasher.update(piece))?;
+            let mut received_bytes = 0_usize;
+            source.read(position, &mut |piece| {
+                received_bytes = received_bytes.saturating_add(piece.len());
+                hasher.update(piece);
+            })?;
+            if spec.checked_bytes() != Some(received_bytes) {
+                return Err(SourceError::wrong_length(spec, received_bytes));
+            }
             digests.push((spec.name.as_str(), hasher.finish()));
         }
         source.finish()?;
@@ -333,6 +340,28 @@ mod tests {
         let encoded = [b"dormouse weights 1\0".to_vec(), number(1), text("a.b"), digest.as_bytes().to_vec()];
         let set = WeightsDigest::combine([("a.b", digest)]);
         assert_eq!(set.as_bytes(), blake3::hash(&encoded.concat()).as_bytes());
+    }
+
+    #[test]
+    fn b48_a_source_that_delivers_less_or_more_has_no_digest() {
+        struct Source(usize);
+        impl WeightSource for Source {
+            fn index(&mut self) -> Result<Vec<TensorSpec>, SourceError> {
+                Ok(vec![spec("a", DType::F16, &[2])])
+            }
+            fn read(&mut self, _: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), SourceError> {
+                sink(&vec![1; self.0]);
+                Ok(())
+            }
+        }
+        let set = WeightsDigest::of(&mut Source(4)).unwrap();
+        assert_eq!(set, WeightsDigest::combine([("a", digest(&spec("a", DType::F16, &[2]), &[1; 4], 4))]));
+        for bytes in [0, 3, 5] {
+            let fault = WeightsDigest::of(&mut Source(bytes)).unwrap_err();
+            assert!(
+                matches!(fault, SourceError::WrongLength { received_bytes, .. } if received_bytes == bytes)
+            );
+        }
     }
 
     #[test]

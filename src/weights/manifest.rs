@@ -81,6 +81,11 @@ impl Manifest {
         self.by_name.get(name).copied()
     }
 
+    /// Position of the tensor that a name reads: that of the embedding for the head of a model that ties it.
+    pub(crate) fn position_read(&self, name: &str) -> Option<usize> {
+        self.position(name).or(self.tied_to.filter(|_| name == LM_HEAD))
+    }
+
     /// Bytes of all tensors.
     pub fn bytes(&self) -> u64 {
         // Can't overflow: the configuration bounds the number of parameters.

@@ -90,7 +90,7 @@ pub struct UpdateOptions {
     /// Where the new weights are built.
     pub mode: UpdateMode,
     /// The tensors that the update brings, all of them and no other, by the model's names; `None`: all of the
-    /// model's.
+    /// model's. The head of a model that ties it stands for the embedding.
     pub partial: Option<Vec<String>>,
 }
 

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::json::cut;
 use super::safetensors::SafetensorsError;
 use super::{BucketError, DType, SharedMemoryError, TensorSpec};
 
@@ -254,7 +255,7 @@ pub enum SourceError {
         /// The element type as the source spells it.
         dtype: String,
     },
-    /// A tensor given in memory has more or fewer bytes than its shape says.
+    /// A tensor has more or fewer bytes than its shape says.
     #[error(
         "tensor `{tensor}` has {received_bytes} bytes, its {dtype} shape {shape:?} needs {}",
         needed(*expected_bytes)
@@ -296,6 +297,19 @@ pub enum SourceError {
 impl From<BucketError> for SourceError {
     fn from(fault: BucketError) -> Self {
         Self::Bucket { fault: Box::new(fault) }
+    }
+}
+
+impl SourceError {
+    /// A tensor that has or delivers another number of bytes than its shape says.
+    pub(crate) fn wrong_length(spec: &TensorSpec, received_bytes: usize) -> Self {
+        Self::WrongLength {
+            tensor: cut(&spec.name).into(),
+            dtype: spec.dtype,
+            shape: spec.shape.clone(),
+            expected_bytes: spec.checked_bytes(),
+            received_bytes,
+        }
     }
 }
 

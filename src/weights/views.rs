@@ -57,7 +57,7 @@ pub(crate) fn open<'a>(name: &str, view: &'a impl View) -> Result<(TensorSpec, C
     let data = view.data();
     match spec.checked_bytes() == Some(data.len()) {
         true => Ok((spec, data)),
-        false => Err(wrong_length(spec, data.len())),
+        false => Err(SourceError::wrong_length(&spec, data.len())),
     }
 }
 
@@ -70,17 +70,7 @@ fn spec_of(name: &str, view: &impl View) -> Result<TensorSpec, SourceError> {
     if spec.checked_bytes() == Some(view.data_len()) {
         Ok(spec)
     } else {
-        Err(wrong_length(spec, view.data_len()))
-    }
-}
-
-fn wrong_length(spec: TensorSpec, received_bytes: usize) -> SourceError {
-    SourceError::WrongLength {
-        tensor: cut(&spec.name).into(),
-        dtype: spec.dtype,
-        expected_bytes: spec.checked_bytes(),
-        shape: spec.shape,
-        received_bytes,
+        Err(SourceError::wrong_length(&spec, view.data_len()))
     }
 }
 

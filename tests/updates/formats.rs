@@ -330,3 +330,23 @@ fn a_dry_run_accepts_what_a_load_with_the_same_options_would() {
     specs.pop();
     assert_eq!(engine.check_weights_with(&specs, &options).unwrap_err().missing.len(), 1);
 }
+
+#[test]
+fn c28_a_partial_update_of_a_tied_model_may_name_both() {
+    let (w0, w1) = (tiny_weights(true, DType::F32, 1), tiny_weights(true, DType::F32, 2));
+    let mut loaded = tied_loaded(&w0);
+    let embedding = get(&w1, EMBEDDING);
+    for names in [vec![EMBEDDING, HEAD], vec![HEAD], vec![EMBEDDING]] {
+        let mut update = loaded.begin_update(UpdateOptions::default().partial(names.clone())).unwrap();
+        for name in names.iter().filter(|name| **name == HEAD).chain([&EMBEDDING]) {
+            update.push(name, &embedding).unwrap();
+        }
+        update.commit().unwrap();
+        assert_eq!(loaded.tensor(HEAD).unwrap().data, embedding.data);
+    }
+    // The head alone is not there: the embedding is what is stored.
+    let mut update = loaded.begin_update(UpdateOptions::default().partial([HEAD])).unwrap();
+    update.push(HEAD, &embedding).unwrap();
+    let CommitError::Mismatch(faults) = update.commit().unwrap_err() else { panic!("nothing else is wrong") };
+    assert_eq!(faults.missing, [EMBEDDING]);
+}

@@ -78,7 +78,7 @@ impl BucketWriter {
             })?;
             result?;
             if received_bytes != tensor.bytes {
-                return Err(tensor.wrong_length(received_bytes));
+                return Err(SourceError::wrong_length(tensor.spec, received_bytes));
             }
         }
         source.finish()?;
@@ -113,18 +113,6 @@ struct Tensor<'a> {
     position: usize,
     spec: &'a TensorSpec,
     bytes: usize,
-}
-
-impl Tensor<'_> {
-    fn wrong_length(&self, received_bytes: usize) -> SourceError {
-        SourceError::WrongLength {
-            tensor: cut(&self.spec.name).into(),
-            dtype: self.spec.dtype,
-            shape: self.spec.shape.clone(),
-            expected_bytes: Some(self.bytes),
-            received_bytes,
-        }
-    }
 }
 
 /// Where the next bucket begins. Tables are known before any byte is read, so the data can be written behind
