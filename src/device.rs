@@ -13,6 +13,8 @@ pub(crate) mod cpu;
 mod layout;
 mod shared_memory;
 
+use parking_lot::Mutex;
+
 pub use arena::DeviceError;
 pub(crate) use arena::{Arena, Pages, View, ViewMut};
 pub(crate) use layout::{
@@ -20,6 +22,17 @@ pub(crate) use layout::{
     RopeAngles, Vector,
 };
 pub(crate) use shared_memory::{AdoptError, SharedMapping, SharedMemory};
+
+/// Calls `work` once for each chunk of `bytes`, with its number, on the device's threads.
+pub(crate) fn share_chunks(
+    device: &dyn Device,
+    bytes: &mut [u8],
+    chunk_bytes: usize,
+    work: &(dyn Fn(usize, &mut [u8]) + Sync),
+) {
+    let chunks: Vec<_> = bytes.chunks_mut(chunk_bytes).map(Mutex::new).collect();
+    device.share_out(chunks.len(), &|chunk| work(chunk, &mut chunks[chunk].lock()));
+}
 
 /// What a matrix product does with its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -82,7 +82,7 @@ impl<S: Resident> Engine<S> {
         let unknown = || TensorError::Unknown { name: name.to_owned() };
         let position = parts.manifest.position_read(name).ok_or_else(unknown)?;
         let tensor = &parts.manifest.tensors()[position];
-        let mut data = vec![0; tensor.shape.iter().product::<usize>() * tensor.dtype.size()];
+        let mut data = vec![0; tensor.shape[0] * tensor.row_bytes()];
         read_rows(&*parts.device, &parts.layout, arena, parts.layout.places[position], 0, &mut data);
         Ok(WeightTensor { spec: TensorSpec { name: name.to_owned(), ..tensor.clone() }, data })
     }
@@ -131,7 +131,7 @@ impl<S: Resident> Engine<S> {
         let parts = &self.core.parts;
         let (arena, _) = self.state.resident().ok()?;
         let tensor = &parts.manifest.tensors()[position];
-        let row_bytes = tensor.shape[1..].iter().product::<usize>() * tensor.dtype.size();
+        let row_bytes = tensor.row_bytes();
         let granule = parts.device.packed_rows();
         let block_rows = (BLOCK_BYTES / row_bytes / granule).max(1) * granule;
         let mut hasher = TensorHasher::new(tensor);

@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use parking_lot::Mutex;
 use tracing::info_span;
 
 use super::core::Parts;
@@ -10,7 +9,7 @@ use super::report::UpdateReport;
 use super::state::WeightsLoaded;
 use super::transaction::{Transaction, forward_pushes};
 use super::{BeginError, CommitError, Engine, UpdateError};
-use crate::device::Arena;
+use crate::device::{Arena, share_chunks};
 use crate::weights::{
     Delta, Intake, LoadedWeights, LoraAdapter, Memory, PreparedDelta, PushError, UpdateMode, UpdateOptions,
     WeightSource, copy_unwanted, read_rows,
@@ -150,9 +149,8 @@ fn merge_shared(
     block: &mut [u8],
 ) {
     let part_rows = (MERGE_PART_BYTES / row_bytes).max(1);
-    let shares: Vec<_> = block.chunks_mut(part_rows * row_bytes).map(Mutex::new).collect();
-    parts.device.share_out(shares.len(), &|part| {
-        delta.merge_rows(first_row + part * part_rows, &mut shares[part].lock());
+    share_chunks(&*parts.device, block, part_rows * row_bytes, &|part, rows| {
+        delta.merge_rows(first_row + part * part_rows, rows);
     });
 }
 
@@ -214,7 +212,7 @@ impl Update<'_> {
         let tensor = &parts.manifest.tensors()[position];
         let delta =
             delta.prepare(tensor).map_err(|source| PushError::Delta { tensor: name.to_owned(), source })?;
-        let row_bytes = tensor.shape[1..].iter().product::<usize>() * tensor.dtype.size();
+        let row_bytes = tensor.row_bytes();
         let block_rows = (MERGE_BYTES / row_bytes).max(1);
         let mut block = vec![0; block_rows.min(tensor.shape[0]) * row_bytes];
         for first_row in (0..tensor.shape[0]).step_by(block_rows) {

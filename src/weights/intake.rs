@@ -24,7 +24,7 @@ use super::{
     Bucket, Incomplete, LoadOptions, Manifest, TensorDigest, TensorReader, TensorSpec, WeightLayout,
     WeightSource, WeightsDigest, WeightsMismatch,
 };
-use crate::device::{Arena, Device};
+use crate::device::{Arena, Device, share_chunks};
 
 /// Bytes of a tensor that are read before they are looked at, by all threads together.
 const READ_BYTES: usize = 4 << 20;
@@ -509,14 +509,12 @@ fn read_shared(
         if buffer.len() < bytes {
             buffer.resize(bytes, 0);
         }
-        let parts: Vec<_> = buffer[..bytes].chunks_mut(READ_PART_BYTES).map(Mutex::new).collect();
         let fault = Mutex::new(None);
-        shape.device.share_out(parts.len(), &|part| {
-            if let Err(error) = reader.read_at(offset + part * READ_PART_BYTES, &mut parts[part].lock()) {
+        share_chunks(&*shape.device, &mut buffer[..bytes], READ_PART_BYTES, &|part, out| {
+            if let Err(error) = reader.read_at(offset + part * READ_PART_BYTES, out) {
                 fault.lock().get_or_insert(error);
             }
         });
-        drop(parts);
         if let Some(error) = fault.into_inner() {
             return Err(TransferError::from(error).into());
         }

@@ -50,6 +50,11 @@ impl TensorSpec {
     pub fn checked_bytes(&self) -> Option<usize> {
         self.shape.iter().try_fold(self.dtype.size(), |bytes, &dimension| bytes.checked_mul(dimension))
     }
+
+    /// Bytes of a row of a tensor of a model, whose sizes fit; a vector's row is an element.
+    pub(crate) fn row_bytes(&self) -> usize {
+        self.shape[1..].iter().product::<usize>() * self.dtype.size()
+    }
 }
 
 /// A tensor in memory, in Hugging Face layout: read back from an engine by

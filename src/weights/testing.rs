@@ -1,6 +1,6 @@
 //! Safetensors bytes built by hand, and whole loads of a source.
 
-use super::{SourceError, TensorHasher, TensorSpec, WeightSource, WeightsDigest};
+use super::{SourceError, TensorSpec, WeightSource};
 
 /// A tensor for [`file`]: name, dtype as the file spells it, shape, bytes.
 pub(crate) type Tensor<'a> = (&'a str, &'a str, &'a [usize], &'a [u8]);
@@ -51,19 +51,6 @@ pub(crate) fn load(source: &mut dyn WeightSource) -> Result<Vec<(TensorSpec, Vec
     }
     source.finish()?;
     Ok(tensors)
-}
-
-/// Digest of everything a source holds.
-pub(crate) fn digest(source: &mut dyn WeightSource) -> Result<WeightsDigest, SourceError> {
-    let specs = source.index()?;
-    let mut digests = Vec::new();
-    for (i, spec) in specs.iter().enumerate() {
-        let mut hasher = TensorHasher::new(spec);
-        source.read(i, &mut |piece| hasher.update(piece))?;
-        digests.push((spec.name.as_str(), hasher.finish()));
-    }
-    source.finish()?;
-    Ok(WeightsDigest::combine(digests))
 }
 
 /// One random edit of a byte string: overwrite, insert, delete, cut, repeat or splice in something pointed.

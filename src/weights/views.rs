@@ -79,8 +79,8 @@ mod tests {
     use safetensors::Dtype;
 
     use super::*;
-    use crate::weights::testing::{digest, file, load};
-    use crate::weights::{Manifest, SafetensorsBytes};
+    use crate::weights::testing::{file, load};
+    use crate::weights::{Manifest, SafetensorsBytes, WeightsDigest};
 
     struct Tensor {
         dtype: Dtype,
@@ -113,12 +113,12 @@ mod tests {
         let bytes = file(&[("a", "F32", &[2], b"abcdefgh"), ("b", "BF16", &[1], b"yz")]);
         let parsed = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         let mut tensors = parsed.tensors();
-        let expected = digest(&mut SafetensorsBytes::new(&bytes)).unwrap();
-        assert_eq!(digest(&mut TensorSet::new(tensors.clone())).unwrap(), expected);
+        let expected = WeightsDigest::of(&mut SafetensorsBytes::new(&bytes)).unwrap();
+        assert_eq!(WeightsDigest::of(&mut TensorSet::new(tensors.clone())).unwrap(), expected);
         tensors.reverse();
         let mut set: TensorSet<_> = tensors.into_iter().collect();
         let boxed: &mut dyn WeightSource = &mut set;
-        assert_eq!(digest(&mut Box::new(boxed)).unwrap(), expected);
+        assert_eq!(WeightsDigest::of(&mut Box::new(boxed)).unwrap(), expected);
     }
 
     /// A view that has fewer bytes each time it is asked.

@@ -6,8 +6,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::weights::safetensors::tests::is_open;
-use crate::weights::testing::{Tensor, digest, edit, file, load};
-use crate::weights::{SafetensorsError, SafetensorsFile};
+use crate::weights::testing::{Tensor, edit, file, load};
+use crate::weights::{SafetensorsError, SafetensorsFile, WeightsDigest};
 
 const A: Tensor<'_> = ("a", "F32", &[2], b"abcdefgh");
 const B: Tensor<'_> = ("b", "F16", &[1, 2], b"wxyz");
@@ -64,11 +64,14 @@ impl Model {
 fn c29_shards_and_a_single_file_have_one_digest() {
     let single = Model::empty();
     single.write("model.safetensors", file(&[C, B, A]));
-    let expected = digest(&mut single.source()).unwrap();
-    assert_eq!(digest(&mut SafetensorsFile::at(single.path("model.safetensors"))).unwrap(), expected);
+    let expected = WeightsDigest::of(&mut single.source()).unwrap();
+    assert_eq!(
+        WeightsDigest::of(&mut SafetensorsFile::at(single.path("model.safetensors"))).unwrap(),
+        expected
+    );
     let sharded = Model::sharded();
     let mut source = sharded.source();
-    assert_eq!(digest(&mut source).unwrap(), expected);
+    assert_eq!(WeightsDigest::of(&mut source).unwrap(), expected);
     assert!(!is_open(sharded.0.path()));
     // Any order of reading, switching between the files.
     let specs = source.index().unwrap();

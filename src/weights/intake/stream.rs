@@ -6,6 +6,7 @@ use std::fmt;
 use parking_lot::Mutex;
 
 use super::{IntakeShape, Memory, PieceError, PushError, TransferError};
+use crate::device::share_chunks;
 use crate::weights::convert::{convert, first_non_finite};
 use crate::weights::manifest::Target;
 use crate::weights::resident::write_rows;
@@ -241,12 +242,10 @@ impl<'a> Writer<'a> {
 /// [`convert`] on the device's threads.
 fn convert_shared(shape: &IntakeShape, from: DType, input: &[u8], to: DType, out: &mut [u8]) {
     let elements = PART_BYTES / 4;
-    let outs: Vec<_> = out.chunks_mut(elements * to.size()).map(Mutex::new).collect();
-    shape.device.share_out(outs.len(), &|part| {
+    share_chunks(&*shape.device, out, elements * to.size(), &|part, out| {
         let begin = part * elements * from.size();
         let input = &input[begin..input.len().min(begin + elements * from.size())];
-        let mut out = outs[part].lock();
-        convert(from, input, to, &mut out);
+        convert(from, input, to, out);
     });
 }
 

@@ -7,7 +7,8 @@ use proptest::prelude::*;
 
 use super::header::{ElementType, MAX_HEADER_BYTES, MAX_TENSORS};
 use super::*;
-use crate::weights::testing::{Tensor, digest, edit, file, header, load, padded_file, raw};
+use crate::weights::WeightsDigest;
+use crate::weights::testing::{Tensor, edit, file, header, load, padded_file, raw};
 
 const SAMPLE: [Tensor<'_>; 4] = [
     ("a", "F32", &[2, 1], b"abcdefgh"),
@@ -76,8 +77,8 @@ fn reads_a_tensor_larger_than_the_buffer_in_order() {
     let tensors = load(&mut SafetensorsFile::at(&path)).unwrap();
     assert!(tensors[0].1 == data && tensors[1].1 == b"zz");
     assert_eq!(
-        digest(&mut SafetensorsFile::at(&path)).unwrap(),
-        digest(&mut SafetensorsBytes::new(bytes)).unwrap()
+        WeightsDigest::of(&mut SafetensorsFile::at(&path)).unwrap(),
+        WeightsDigest::of(&mut SafetensorsBytes::new(bytes)).unwrap()
     );
 }
 
@@ -107,14 +108,14 @@ fn threads_read_any_part_of_a_tensor_and_nothing_beyond_it() {
 
 #[test]
 fn b41_unaligned_data_give_the_same_digest() {
-    let aligned = digest(&mut SafetensorsBytes::new(file(&SAMPLE))).unwrap();
+    let aligned = WeightsDigest::of(&mut SafetensorsBytes::new(file(&SAMPLE))).unwrap();
     for padding in 1..8 {
         let bytes = padded_file(&SAMPLE, padding);
         let (_directory, path) = on_disk(&bytes);
-        assert_eq!(digest(&mut SafetensorsFile::at(&path)).unwrap(), aligned);
+        assert_eq!(WeightsDigest::of(&mut SafetensorsFile::at(&path)).unwrap(), aligned);
         // The whole buffer at an odd address too.
         let shifted = [vec![0; padding], bytes].concat();
-        assert_eq!(digest(&mut SafetensorsBytes::new(&shifted[padding..])).unwrap(), aligned);
+        assert_eq!(WeightsDigest::of(&mut SafetensorsBytes::new(&shifted[padding..])).unwrap(), aligned);
     }
 }
 
@@ -332,8 +333,8 @@ fn c27_a_file_that_changes_during_the_read_is_an_error() {
 fn c27_every_load_reads_what_the_path_holds_now() {
     let (directory, path) = on_disk(&file(&SAMPLE));
     let mut source = SafetensorsFile::at(&path);
-    let first = digest(&mut source).unwrap();
-    assert_eq!(digest(&mut source).unwrap(), first);
+    let first = WeightsDigest::of(&mut source).unwrap();
+    assert_eq!(WeightsDigest::of(&mut source).unwrap(), first);
     std::fs::write(&path, file(&[("other", "F16", &[1], b"xy")])).unwrap();
     let tensors = load(&mut source).unwrap();
     assert_eq!((tensors.len(), tensors[0].0.name.as_str()), (1, "other"));
