@@ -34,7 +34,8 @@ mod wake;
 pub use awake::{Aborted, StepOutput, StepToken};
 pub use builder::{EngineBuilder, KvCapacity, SimdPath};
 pub use error::{
-    BuildError, Error, Failed, GenerateError, LoadError, RestoreError, SleepError, StepError, WakeError,
+    BuildError, Error, Failed, GenerateError, LoadError, ParkError, RestoreError, SleepError, StepError,
+    WakeError,
 };
 pub use inspect::{TensorError, VerifyError, VerifyReport};
 pub use load::Load;

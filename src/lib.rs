@@ -60,9 +60,9 @@ pub use device::DeviceError;
 pub use engine::{
     Aborted, Awake, BeginError, BuildError, CommitError, Discarded, Engine, EngineBuilder, EngineStats,
     Error, Failed, GenerateError, InFlight, KeepWeights, Kept, KvCapacity, Load, LoadError, LoadReport,
-    MemoryReport, OnDeadline, Resident, RestoreError, Retention, Session, Settled, SimdPath, SleepError,
-    SleepOptions, SleepReport, Sleeping, State, StepError, StepOutput, StepToken, TensorError, Update,
-    UpdateError, UpdateReport, VerifyError, VerifyReport, WakeError, WakeReport, WeightsLoaded,
+    MemoryReport, OnDeadline, ParkError, Resident, RestoreError, Retention, Session, Settled, SimdPath,
+    SleepError, SleepOptions, SleepReport, Sleeping, State, StepError, StepOutput, StepToken, TensorError,
+    Update, UpdateError, UpdateReport, VerifyError, VerifyReport, WakeError, WakeReport, WeightsLoaded,
 };
 pub use model::{ConfigError, ModelConfig, ModelFamily, RopeScaling};
 pub use request::{Request, RequestError, RequestLimits, SamplingParams, TokenId, TokenList};

@@ -73,6 +73,42 @@ fn c04_what_was_accepted_before_a_sleep_has_exactly_one_answer() {
 }
 
 #[test]
+fn what_a_sleep_carries_survives_a_park_and_a_discard() {
+    let (w0, w1) = (weights(1), weights(2));
+    let asked = request(10, 1).samples(2).stream(true);
+    for (discard, resident) in [(false, true), (true, true), (true, false)] {
+        let engine = engine(&w0);
+        let ended = engine.submit(request(6, 2).max_new_tokens(1)).unwrap();
+        let id = engine.submit(asked.clone()).unwrap();
+        // No step of ours: outputs and tokens wait to be handed out.
+        engine.generate(&[request(5, 3).max_new_tokens(5)]).unwrap();
+        let before = engine.version();
+        let options = with(InFlight::Retract);
+        let asleep = engine.sleep(if resident { options.resident() } else { options }).unwrap();
+        assert_eq!(asleep.report().settled.retracted, [id]);
+        let asleep = asleep.restore_weights().unwrap().park_weights().unwrap();
+        let loaded = match discard {
+            false => asleep.restore_weights().unwrap(),
+            true => asleep.discard_weights().load_weights(w1.source()).unwrap(),
+        };
+        let engine = loaded.wake_up().unwrap();
+        assert_eq!(engine.report().resumed, [id]);
+        let (mut outputs, mut tokens) = (Vec::new(), 0);
+        while outputs.len() < 2 {
+            let step = engine.step().unwrap();
+            outputs.extend(step.outputs);
+            tokens += step.tokens.len();
+        }
+        assert_eq!((outputs[0].request, outputs[1].request, tokens), (ended, id, 2 * 12));
+        assert!(discard || bits(&outputs[1]) == bits(&fresh(&w0, false, &asked)));
+        for completion in &outputs[1].completions {
+            let versions: Vec<_> = completion.versions.iter().map(|span| &span.version).collect();
+            assert_eq!(versions, [&before, &engine.version()][..1 + usize::from(discard)]);
+        }
+    }
+}
+
+#[test]
 fn b04_refusing_changes_nothing_and_both_requests_finish() {
     let w0 = weights(1);
     let engine = awake(tiny_builder(false, DType::F32).max_num_seqs(1), &w0);

@@ -11,7 +11,8 @@ mod trace;
 use common::{awake, bits, fresh, prompt, tiny_builder};
 use cycle::{assert_like_fresh, engine, load, request, weights};
 use dormouse::{
-    Awake, Checkpoint, DType, Engine, InFlight, KvCapacity, LoadError, Request, SleepOptions, WeightsLoaded,
+    Awake, Checkpoint, DType, Engine, InFlight, KvCapacity, LoadError, MemoryReport, Request, SleepOptions,
+    WeightsLoaded,
 };
 
 #[test]
@@ -127,6 +128,62 @@ fn c11_b16_sleeping_and_waking_in_every_order_keeps_bytes_and_bits() {
 }
 
 #[test]
+fn loaded_weights_are_parked_and_restored_bit_for_bit() {
+    let (w0, w1) = (weights(1), weights(2));
+    let engine = engine(&w0);
+    let before = engine.memory();
+    let parked_bytes = before.weights_bytes;
+    let mut loaded = engine.sleep(SleepOptions::default().resident()).unwrap().restore_weights().unwrap();
+    for (round, next) in [&w0, &w1, &w0].into_iter().enumerate() {
+        let asleep = loaded.park_weights().unwrap();
+        let report = asleep.report();
+        assert_eq!(report.version.as_ref().unwrap().counter, round as u64 + 1);
+        assert_eq!(report.freed, MemoryReport { weights_bytes: parked_bytes, ..MemoryReport::default() });
+        assert_eq!((report.parked_bytes, report.blocks_dropped), (parked_bytes, 0));
+        assert_eq!(asleep.memory(), MemoryReport { parked_bytes, ..MemoryReport::default() });
+        loaded = asleep.restore_weights().unwrap();
+        assert_eq!(loaded.report().taken_bytes, parked_bytes);
+        assert_eq!(loaded.memory().total_bytes(), parked_bytes);
+        loaded.verify().unwrap();
+        let (current, version) = (if round == 2 { &w1 } else { &w0 }, loaded.version());
+        let engine = loaded.wake_up().unwrap();
+        assert_eq!((engine.memory(), Some(engine.version())), (before, version));
+        assert_like_fresh(&engine, current, &request(round as u32));
+        loaded = engine.sleep(SleepOptions::default()).unwrap().restore_weights().unwrap();
+        loaded.update(next.source()).unwrap();
+    }
+    assert_like_fresh(&loaded.wake_up().unwrap(), &w0, &request(1));
+}
+
+#[test]
+fn kept_weights_are_discarded_and_what_held_them_is_free() {
+    let (w0, w1) = (weights(1), weights(2));
+    for kind in 0..3 {
+        let engine = engine(&w0);
+        let (bytes, version) = (engine.memory().weights_bytes, engine.version());
+        let asleep = match kind {
+            0 => engine.sleep(SleepOptions::default().resident()).unwrap(),
+            1 => engine.sleep(SleepOptions::default()).unwrap(),
+            _ => {
+                let asleep = engine.sleep(SleepOptions::default().resident()).unwrap();
+                asleep.restore_weights().unwrap().park_weights().unwrap()
+            }
+        };
+        let held = asleep.memory();
+        let (weights_bytes, parked_bytes) = if kind == 0 { (bytes, 0) } else { (0, bytes) };
+        assert_eq!(held, MemoryReport { weights_bytes, parked_bytes, ..MemoryReport::default() });
+        let asleep = asleep.discard_weights();
+        assert_eq!((asleep.report().freed, asleep.report().version.as_ref()), (held, Some(&version)));
+        assert_eq!((asleep.report().parked_bytes, asleep.memory().total_bytes()), (0, 0));
+        assert_eq!(asleep.state_name(), "sleeping, weights discarded");
+        let loaded = load(asleep, &w1);
+        assert_eq!((loaded.report().previous.as_ref(), loaded.report().taken_bytes), (Some(&version), bytes));
+        assert_eq!(loaded.report().version.counter, 2);
+        assert_like_fresh(&loaded.wake_up().unwrap(), &w1, &request(1));
+    }
+}
+
+#[test]
 fn b16_an_engine_can_be_dropped_in_every_state() {
     let w0 = weights(1);
     let busy = || {
@@ -142,6 +199,8 @@ fn b16_an_engine_can_be_dropped_in_every_state() {
     drop(busy().sleep_discarding(options).unwrap());
     drop(busy().sleep(options).unwrap().restore_weights().unwrap());
     drop(load(busy().sleep_discarding(options).unwrap(), &w0));
+    drop(busy().sleep(options).unwrap().restore_weights().unwrap().park_weights().unwrap());
+    drop(busy().sleep(options).unwrap().discard_weights());
     drop(busy().sleep(options).unwrap().restore_weights().unwrap().wake_up().unwrap());
 }
 

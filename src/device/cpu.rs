@@ -29,6 +29,8 @@ use std::sync::Arc;
 pub(crate) use budget::Budget;
 pub(super) use budget::system_available_bytes;
 pub(crate) use host_buffer::HostBuffer;
+#[cfg(test)]
+pub(crate) use host_buffer::REFUSE_NEXT;
 pub(crate) use math::log_sum_exp;
 pub use simd::SimdPath;
 

@@ -152,6 +152,27 @@ pub enum SleepError {
     },
 }
 
+/// Loaded weights could not be parked. They are loaded as before; parking may be tried again.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ParkError {
+    /// An update in place began and did not commit: the weights are part old, part new, and are not kept. The
+    /// engine has them loaded and torn; a complete update leads out, or [`Engine::discard_weights`].
+    #[error(
+        "torn weights can't be parked (last whole: {last}); send a complete update or discard the weights"
+    )]
+    Torn {
+        /// Version of the last whole weights.
+        last: WeightVersion,
+    },
+    /// The host has no memory for a copy of the weights. The engine has them loaded; nothing was done.
+    #[error("no host memory for {needed_bytes} bytes of parked weights")]
+    NoHostMemory {
+        /// Bytes of the copy.
+        needed_bytes: u64,
+    },
+}
+
 /// Weights could not be loaded. The engine sleeps as before; weights that were kept are still kept.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -253,6 +274,9 @@ pub enum Error {
     /// From a sleep.
     #[error(transparent)]
     Sleep(SleepError),
+    /// From loaded weights that are parked.
+    #[error(transparent)]
+    Park(ParkError),
     /// From a load, or a digest of a source.
     #[error(transparent)]
     Load(#[from] LoadError),
@@ -319,6 +343,7 @@ macro_rules! from_failed {
     };
 }
 from_failed!(SleepError, Sleep);
+from_failed!(ParkError, Park);
 from_failed!(LoadError, Load);
 from_failed!(BeginError, Begin);
 from_failed!(CommitError, Commit);

@@ -166,7 +166,7 @@ impl Engine<Sleeping<Kept>> {
 }
 
 impl Engine<WeightsLoaded> {
-    fn loaded(
+    pub(super) fn loaded(
         core: Core,
         weights: ResidentWeights,
         reservations: super::state::Reservations,

@@ -9,7 +9,7 @@ use super::report::{MemoryReport, Settled, SleepReport};
 use super::requests::LiveRequest;
 use super::serving::{Serving, Shared};
 use super::state::{Awake, Carried, Discarded, Kept, KeptWeights, Reservations, Sleeping, WeightsLoaded};
-use super::{Engine, Failed, Retention, SleepError};
+use super::{Engine, Failed, ParkError, Retention, SleepError};
 use crate::completion::RequestOutput;
 use crate::device::cpu::HostBuffer;
 use crate::weights::ResidentWeights;
@@ -98,25 +98,14 @@ impl Engine<Awake> {
             KeepWeights::Resident => None,
             KeepWeights::Parked => match reserve_host(&self.state.weights) {
                 Ok(bytes) => Some(bytes),
-                Err(error) => return Err(Failed::new(self, error)),
+                Err(needed_bytes) => return Err(Failed::new(self, SleepError::Park { needed_bytes })),
             },
         };
         let (core, parts) = self.fall_asleep(options.in_flight)?;
         let FellAsleep { weights, reservations, carried, mut report } = parts;
         let kept = match parked {
             None => KeptWeights::Resident(weights),
-            Some(bytes) => {
-                let begin = Instant::now();
-                let bytes = park(&core, &weights, bytes);
-                report.park = begin.elapsed();
-                let begin = Instant::now();
-                let identity = weights.identity().clone();
-                let (reserved, freed) = weights.release();
-                report.freed.weights_bytes = freed as u64;
-                report.parked_bytes = bytes.len() as u64;
-                report.free += begin.elapsed();
-                KeptWeights::Parked { bytes, reserved, identity }
-            }
+            Some(bytes) => park(&core, weights, bytes, &mut report),
         };
         tracing::info!(?report, "asleep");
         let state = Sleeping { weights: Kept(kept), reservations, carried, report };
@@ -190,6 +179,36 @@ impl Engine<Awake> {
 }
 
 impl Engine<WeightsLoaded> {
+    /// Goes back to sleep with the weights kept: copied to host memory, as [`KeepWeights::Parked`] does. When
+    /// this returns, the device's memory is back with the system. Requests that were retracted go on being
+    /// carried.
+    ///
+    /// # Errors
+    /// [`ParkError`], with the weights loaded as before.
+    pub fn park_weights(self) -> Result<Engine<Sleeping<Kept>>, Failed<WeightsLoaded, ParkError>> {
+        let _span = info_span!("park_weights").entered();
+        let (core, WeightsLoaded { weights, reservations, carried, report: loaded }) = self.into_parts();
+        let weights = match weights.into_resident() {
+            Ok(weights) => weights,
+            Err(torn) => {
+                let last = torn.last_version().clone();
+                let state = WeightsLoaded { weights: torn, reservations, carried, report: loaded };
+                return Err(Failed::new(Engine { core, state }, ParkError::Torn { last }));
+            }
+        };
+        let bytes = match reserve_host(&weights) {
+            Ok(bytes) => bytes,
+            Err(needed_bytes) => {
+                let engine = Engine::loaded(core, weights, reservations, carried, loaded);
+                return Err(Failed::new(engine, ParkError::NoHostMemory { needed_bytes }));
+            }
+        };
+        let mut report = SleepReport { version: Some(weights.version().clone()), ..SleepReport::default() };
+        let kept = Kept(park(&core, weights, bytes, &mut report));
+        tracing::info!(?report, "asleep");
+        Ok(Engine { core, state: Sleeping { weights: kept, reservations, carried, report } })
+    }
+
     /// Goes back to sleep and discards the weights, whole or torn: only a complete load leads on. When this
     /// returns, their memory is back with the system.
     pub fn discard_weights(self) -> Engine<Sleeping<Discarded>> {
@@ -210,6 +229,39 @@ impl Engine<WeightsLoaded> {
     }
 }
 
+impl Engine<Sleeping<Kept>> {
+    /// Discards the kept weights, resident or parked: only a complete load leads on. When this returns, their
+    /// memory is back with the system. Requests that were retracted go on being carried; the report is of this
+    /// alone, no longer of the sleep before.
+    pub fn discard_weights(self) -> Engine<Sleeping<Discarded>> {
+        let _span = info_span!("discard_weights").entered();
+        let begin = Instant::now();
+        let (core, Sleeping { weights: Kept(kept), reservations, carried, .. }) = self.into_parts();
+        let last = kept.version().clone();
+        let mut freed = MemoryReport::default();
+        let reserved = match kept {
+            KeptWeights::Resident(weights) => {
+                let (reserved, bytes) = weights.release();
+                freed.weights_bytes = bytes as u64;
+                reserved
+            }
+            KeptWeights::Parked { bytes, reserved, .. } => {
+                freed.parked_bytes = bytes.len() as u64;
+                reserved
+            }
+        };
+        let report = SleepReport {
+            version: Some(last.clone()),
+            freed,
+            free: begin.elapsed(),
+            ..SleepReport::default()
+        };
+        tracing::info!(?report, "weights discarded");
+        let weights = Discarded { reserved, last: Some(last) };
+        Engine { core, state: Sleeping { weights, reservations, carried, report } }
+    }
+}
+
 struct FellAsleep {
     weights: ResidentWeights,
     reservations: Reservations,
@@ -217,16 +269,29 @@ struct FellAsleep {
     report: SleepReport,
 }
 
-/// Reserves host memory for a copy of the weights; nothing is touched yet.
-fn reserve_host(weights: &ResidentWeights) -> Result<HostBuffer, SleepError> {
+/// Reserves host memory for a copy of the weights; nothing is touched yet. An error is the bytes it takes.
+fn reserve_host(weights: &ResidentWeights) -> Result<HostBuffer, u64> {
     let needed = weights.bytes();
-    HostBuffer::new("parked weights", needed).map_err(|_| SleepError::Park { needed_bytes: needed as u64 })
+    HostBuffer::new("parked weights", needed).map_err(|_| needed as u64)
 }
 
-/// Copies the weights into the host memory reserved for them.
-fn park(core: &Core, weights: &ResidentWeights, mut bytes: HostBuffer) -> HostBuffer {
+/// Copies the weights into the host memory reserved for them and gives the device's back.
+fn park(
+    core: &Core,
+    weights: ResidentWeights,
+    mut bytes: HostBuffer,
+    report: &mut SleepReport,
+) -> KeptWeights {
+    let begin = Instant::now();
     weights.read(&*core.parts.device, bytes.as_mut_slice());
-    bytes
+    report.park = begin.elapsed();
+    let begin = Instant::now();
+    let identity = weights.identity().clone();
+    let (reserved, freed) = weights.release();
+    report.freed.weights_bytes = freed as u64;
+    report.parked_bytes = bytes.len() as u64;
+    report.free += begin.elapsed();
+    KeptWeights::Parked { bytes, reserved, identity }
 }
 
 /// Ends, drains or marks as retracted every request in flight. On an error nothing was ended that had not

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use dormouse::{
-    BeginError, DType, Delta, DeviceError, Engine, LoadOptions, PushError, SparseOp, TensorError,
+    BeginError, DType, Delta, DeviceError, Engine, LoadOptions, ParkError, PushError, SparseOp, TensorError,
     UpdateError, UpdateOptions, VerifyError, WakeError, WeightsLoaded,
 };
 
@@ -105,6 +105,25 @@ fn c18_discarding_leads_out_of_torn_weights() {
         &crate::cycle::request(2),
     );
     drop(torn(&w0, &w1));
+}
+
+#[test]
+fn c18_torn_weights_are_not_parked() {
+    let (w0, w1) = (weights(1), weights(2));
+    let loaded = torn(&w0, &w1);
+    let bytes = loaded.memory();
+    let (mut loaded, error) = loaded.park_weights().unwrap_err().into_parts();
+    let ParkError::Torn { last } = &error else { panic!("{error}") };
+    assert_eq!((last.counter, last.digest), (1, digest(&w0)));
+    assert!(error.to_string().contains("torn"), "{error}");
+    assert_eq!((loaded.memory(), loaded.version()), (bytes, None));
+    // Whole again, they are; the umbrella error takes the refusal too.
+    loaded.update(w1.source()).unwrap();
+    let loaded = loaded.park_weights().unwrap().restore_weights().unwrap();
+    assert_holds(&loaded, &w1);
+    assert_wakes_like_fresh(loaded, &w1);
+    let park = || -> Result<_, dormouse::Error> { Ok(torn(&w0, &w1).park_weights()?) };
+    assert!(matches!(park(), Err(dormouse::Error::Park(ParkError::Torn { .. }))));
 }
 
 #[test]

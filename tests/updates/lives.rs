@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use dormouse::{
-    Awake, BeginError, CommitError, DType, Delta, Discarded, Engine, Kept, LoadOptions, PushError,
+    Awake, BeginError, CommitError, DType, Delta, Discarded, Engine, Kept, LoadOptions, ParkError, PushError,
     SleepOptions, Sleeping, SparseOp, TensorError, Update, UpdateOptions, VerifyError, WakeError,
     WeightsLoaded,
 };
@@ -395,6 +395,17 @@ fn step(state: State, model: &mut Model, op: &Op) -> State {
                 State::Loaded(loaded)
             }
         },
+        (State::Loaded(loaded), Op::Sleep(_)) => match loaded.park_weights() {
+            Ok(asleep) => {
+                assert!(!model.torn);
+                State::Kept(asleep)
+            }
+            Err(failed) => {
+                let (loaded, error) = failed.into_parts();
+                assert!(matches!(error, ParkError::Torn { .. }) && model.torn, "{error}");
+                State::Loaded(loaded)
+            }
+        },
         (State::Loaded(loaded), Op::Discard | Op::Load { .. }) => State::Discarded(loaded.discard_weights()),
         (State::Awake(engine), Op::Generate(seed)) => {
             let output = engine.generate(&[request(*seed)]).unwrap().remove(0);
@@ -412,6 +423,7 @@ fn step(state: State, model: &mut Model, op: &Op) -> State {
         (State::Kept(asleep), Op::Load { set, way, bad }) => {
             load!(asleep, State::Kept, model, *set, *way, *bad)
         }
+        (State::Kept(asleep), Op::Discard) => State::Discarded(asleep.discard_weights()),
         (State::Kept(asleep), _) => State::Loaded(asleep.restore_weights().unwrap()),
         (State::Discarded(asleep), Op::Load { set, way, bad }) => {
             load!(asleep, State::Discarded, model, *set, *way, *bad)

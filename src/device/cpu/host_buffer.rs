@@ -14,10 +14,18 @@ pub(crate) struct HostBuffer {
     arena: Arena,
 }
 
+#[cfg(test)]
+thread_local! {
+    /// Whether the system lacks the memory for the next buffer of this thread.
+    pub(crate) static REFUSE_NEXT: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
 impl HostBuffer {
     /// Makes a buffer of `bytes` zeros, if the system has the memory; it is taken when first written.
     pub(crate) fn new(label: &'static str, bytes: usize) -> Result<Self, DeviceError> {
         let budget = Arc::new(Budget::new(None));
+        #[cfg(test)]
+        budget.fail_nth(u64::from(REFUSE_NEXT.take()));
         let mut arena = Arena::new(Box::new(CpuPages::reserve(label, bytes, &budget)?), bytes);
         arena.commit(bytes)?;
         Ok(Self { arena })

@@ -9,9 +9,10 @@ use super::faulty::FaultyDevice;
 use super::{Bits, Seeded, awake_on, bits, build_on, fresh, loaded_on, requests};
 use crate::completion::RequestId;
 use crate::device::DeviceError;
+use crate::device::cpu::REFUSE_NEXT;
 use crate::engine::{
-    Awake, Engine, GenerateError, InFlight, Kept, LoadError, RestoreError, SleepError, SleepOptions,
-    Sleeping, StepError, WakeError, WeightsLoaded,
+    Awake, Engine, GenerateError, InFlight, Kept, LoadError, ParkError, RestoreError, SleepError,
+    SleepOptions, Sleeping, StepError, WakeError, WeightsLoaded,
 };
 
 fn assert_serves(engine: &Engine<Awake>, expected: &Bits) {
@@ -342,6 +343,28 @@ fn a_sleep_leads_out_of_a_poisoned_engine() {
         }
         assert_serves(&engine, &fresh(1));
     }
+}
+
+#[test]
+fn without_host_memory_weights_are_not_parked_and_stay_where_they_are() {
+    let device = FaultyDevice::new();
+    let engine = awake_on(device.clone(), 1);
+    let (memory, committed) = (engine.memory(), device.budget().committed_bytes());
+    let needed = memory.weights_bytes;
+    REFUSE_NEXT.set(true);
+    let (engine, error) = engine.sleep(SleepOptions::default()).unwrap_err().into_parts();
+    assert!(matches!(error, SleepError::Park { needed_bytes } if needed_bytes == needed), "{error}");
+    assert_eq!((engine.memory(), device.budget().committed_bytes()), (memory, committed));
+    assert_serves(&engine, &fresh(1));
+    let loaded = engine.sleep(SleepOptions::default().resident()).unwrap().restore_weights().unwrap();
+    let committed = device.budget().committed_bytes();
+    REFUSE_NEXT.set(true);
+    let (loaded, error) = loaded.park_weights().unwrap_err().into_parts();
+    assert!(matches!(error, ParkError::NoHostMemory { needed_bytes } if needed_bytes == needed), "{error}");
+    assert_eq!((loaded.memory().total_bytes(), device.budget().committed_bytes()), (needed, committed));
+    loaded.verify().unwrap();
+    let asleep = loaded.park_weights().expect("there is memory now");
+    assert_serves(&asleep.restore_weights().unwrap().wake_up().unwrap(), &fresh(1));
 }
 
 #[test]

@@ -327,6 +327,31 @@ fn c21_addresses_are_the_same_over_updates() {
 }
 
 #[test]
+fn addresses_are_the_same_over_parking_and_discarding() {
+    let device = FaultyDevice::new();
+    let mut loaded = loaded_on(device.clone(), 1);
+    let (address, committed) = (loaded.state.weights.arena().address(), device.budget().committed_bytes());
+    for seed in 2..6 {
+        let asleep = loaded.park_weights().unwrap();
+        assert_eq!(device.budget().committed_bytes(), 0, "the device has it all back");
+        let restored = asleep.restore_weights().unwrap();
+        assert_eq!(restored.state.weights.arena().address(), address);
+        restored.verify().unwrap();
+        let asleep = match seed % 2 {
+            0 => restored.park_weights().unwrap(),
+            _ => restored.wake_up().unwrap().sleep(SleepOptions::default().resident()).unwrap(),
+        };
+        let asleep = asleep.discard_weights();
+        assert_eq!(device.budget().committed_bytes(), 0);
+        loaded = asleep.load_weights(Seeded::new(seed)).unwrap();
+        assert_eq!(device.budget().committed_bytes(), committed);
+        assert_eq!(loaded.state.weights.arena().address(), address);
+    }
+    let engine = loaded.wake_up().unwrap();
+    assert_eq!((engine.version().counter, bits(&engine.generate(&requests()).unwrap())), (5, fresh(5)));
+}
+
+#[test]
 fn a_wake_that_lacks_memory_after_an_update_keeps_the_new_weights() {
     let device = FaultyDevice::new();
     let mut loaded = loaded_on(device.clone(), 1);
