@@ -203,6 +203,10 @@ impl Live {
             for token in streamed {
                 let expected = (completion.tokens[token.position], completion.logprobs[token.position]);
                 assert_eq!((token.token, token.logprob.to_bits()), (expected.0, expected.1.to_bits()));
+                let top = completion.top_logprobs.as_ref().map(|top| &top[token.position]);
+                let top = top.map_or(&[][..], Vec::as_slice);
+                assert_eq!(exact::top_to_bits(&token.top), exact::top_to_bits(top));
+                assert_eq!(token.top.len(), self.request.params.top_logprobs);
             }
             // What an earlier run had made is not handed out again.
             let made: usize = streamed.first().map_or(completion.tokens.len(), |first| first.position);

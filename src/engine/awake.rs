@@ -3,7 +3,7 @@
 use super::executor::{Ended, Progress};
 use super::requests::{LiveRequest, Owner, SessionTurn};
 use super::{Awake, Engine, EngineStats, GenerateError, Session, StepError, WakeReport};
-use crate::completion::{FinishReason, RequestId, RequestOutput};
+use crate::completion::{FinishReason, RequestId, RequestOutput, TokenLogprob};
 use crate::request::{Request, RequestError, RequestLimits, TokenId};
 use crate::weights::WeightVersion;
 
@@ -35,7 +35,7 @@ impl StepOutput {
 }
 
 /// A token of a request that streams.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct StepToken {
     /// The request.
     pub request: RequestId,
@@ -47,6 +47,9 @@ pub struct StepToken {
     pub token: TokenId,
     /// Its logprob in the model's distribution.
     pub logprob: f32,
+    /// If asked for with [`Request::top_logprobs`]: the model's likeliest tokens at this position, as
+    /// [`Completion::top_logprobs`](crate::Completion::top_logprobs) has them. Otherwise empty.
+    pub top: Vec<TokenLogprob>,
 }
 
 /// What [`Engine::abort`] did.

@@ -291,6 +291,7 @@ impl Executor {
                             position: live.completion.tokens.len(),
                             token: sampled.token,
                             logprob: sampled.logprob,
+                            top: sampled.top.clone().unwrap_or_default(),
                         });
                     }
                     live.push(

@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each test binary uses a part")]
 
-use dormouse::{Completion, FinishReason, RequestOutput, TokenId};
+use dormouse::{Completion, FinishReason, RequestOutput, TokenId, TokenLogprob};
 
 /// All numbers of a sample, as bits.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,17 +20,18 @@ pub(crate) fn to_bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
+/// The alternatives of one position.
+pub(crate) fn top_to_bits(row: &[TokenLogprob]) -> Vec<(TokenId, u32)> {
+    row.iter().map(|top| (top.token, top.logprob.to_bits())).collect()
+}
+
 pub(crate) fn completion(completion: &Completion) -> Exact {
     let top = completion.top_logprobs.as_ref();
     Exact {
         tokens: completion.tokens.clone(),
         logprobs: to_bits(&completion.logprobs),
         processed: completion.processed_logprobs.as_deref().map(to_bits),
-        top: top.map(|rows| {
-            rows.iter()
-                .map(|row| row.iter().map(|top| (top.token, top.logprob.to_bits())).collect())
-                .collect()
-        }),
+        top: top.map(|rows| rows.iter().map(|row| top_to_bits(row)).collect()),
         kept: completion.kept.clone(),
         finish_reason: completion.finish_reason.clone(),
     }
