@@ -48,6 +48,7 @@ pub use update_error::{BeginError, CommitError, UpdateError};
 
 use self::core::Core;
 use crate::model::ModelConfig;
+use crate::request::RequestLimits;
 use crate::weights::{LoadOptions, Manifest, Match, TensorSpec, WeightsMismatch};
 
 /// A rollout engine in state `S`: [`Awake`], [`Sleeping`] or [`WeightsLoaded`].
@@ -73,6 +74,14 @@ impl<S: State> Engine<S> {
     /// The model's configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.core.parts.config
+    }
+
+    /// Limits on the length of a sequence, as requests are checked against them.
+    pub fn limits(&self) -> RequestLimits {
+        RequestLimits {
+            vocab_size: self.core.parts.config.vocab_size,
+            max_model_len: self.core.parts.limits.max_model_len,
+        }
     }
 
     /// Name, dtype and shape of every tensor that a load must bring, in Hugging Face naming and layout.

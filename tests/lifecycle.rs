@@ -184,6 +184,21 @@ fn kept_weights_are_discarded_and_what_held_them_is_free() {
 }
 
 #[test]
+fn the_limits_are_the_same_in_every_state() {
+    let w0 = weights(1);
+    let engine = engine(&w0);
+    let limits = engine.limits();
+    let asleep = engine.sleep(SleepOptions::default()).unwrap();
+    assert_eq!(asleep.limits(), limits);
+    let asleep = asleep.discard_weights();
+    assert_eq!(asleep.limits(), limits);
+    let loaded = load(asleep, &w0);
+    assert_eq!(loaded.limits(), limits);
+    assert!(request(1).validate(&limits).is_ok(), "a request is checked without an engine that is awake");
+    assert_eq!(loaded.wake_up().unwrap().limits(), limits);
+}
+
+#[test]
 fn b16_an_engine_can_be_dropped_in_every_state() {
     let w0 = weights(1);
     let busy = || {

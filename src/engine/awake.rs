@@ -4,7 +4,7 @@ use super::executor::{Ended, Progress};
 use super::requests::{LiveRequest, Owner, SessionTurn};
 use super::{Awake, Engine, EngineStats, GenerateError, Session, StepError, WakeReport};
 use crate::completion::{FinishReason, RequestId, RequestOutput, TokenLogprob};
-use crate::request::{Request, RequestError, RequestLimits, TokenId};
+use crate::request::{Request, RequestError, TokenId};
 use crate::weights::WeightVersion;
 
 /// What [`Engine::step`] did.
@@ -167,14 +167,6 @@ impl Engine<Awake> {
         &self.state.report
     }
 
-    /// Limits on the length of a sequence, as requests are checked against them.
-    pub fn limits(&self) -> RequestLimits {
-        RequestLimits {
-            vocab_size: self.core.parts.config.vocab_size,
-            max_model_len: self.core.parts.limits.max_model_len,
-        }
-    }
-
     /// Checks and queues requests: all or, with the index of the first bad one, none.
     pub(super) fn enqueue(
         &self,
@@ -196,12 +188,10 @@ impl Engine<Awake> {
                 }
             }
         }
-        // Spread first: neighbouring engine seeds (ranks, say) must not give one stream, shifted by a request.
-        let seed = splitmix(self.core.parts.limits.seed);
+        let engine_seed = self.core.parts.limits.seed;
         let eos = &self.core.parts.config.eos_token_ids;
         for (&id, (request, session)) in ids.iter().zip(requests) {
-            // Without a seed of its own a request gets one by its number.
-            let seed = splitmix(seed.wrapping_add(id.get()));
+            let seed = default_seed(engine_seed, id);
             mailbox.submit(LiveRequest::new(id, request, owner, session, seed, eos));
         }
         Ok(ids)
@@ -232,6 +222,12 @@ impl Engine<Awake> {
     pub(super) fn unpin(&self, pin: crate::scheduler::PinId) {
         self.state.shared.mailbox().unpin(pin);
     }
+}
+
+/// Seed of a request that brings none: by its number.
+pub(crate) fn default_seed(engine_seed: u64, request: RequestId) -> u64 {
+    // Spread first: neighbouring engine seeds (ranks, say) must not give one stream, shifted by a request.
+    splitmix(splitmix(engine_seed).wrapping_add(request.get()))
 }
 
 /// Spreads consecutive numbers over all 64 bits.

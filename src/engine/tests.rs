@@ -6,8 +6,9 @@ mod updates;
 
 use std::sync::Arc;
 
+use super::awake::default_seed;
 use super::{Awake, Discarded, Engine, EngineBuilder, KvCapacity, Sleeping, WeightsLoaded};
-use crate::completion::RequestOutput;
+use crate::completion::{RequestId, RequestOutput};
 use crate::device::Device;
 use crate::device::cpu::{CpuDevice, CpuOptions, SimdPath};
 use crate::model::ModelConfig;
@@ -99,4 +100,19 @@ fn loaded_on(device: Arc<dyn Device>, seed: u64) -> Engine<WeightsLoaded> {
 
 fn awake_on(device: Arc<dyn Device>, seed: u64) -> Engine<Awake> {
     loaded_on(device, seed).wake_up().unwrap()
+}
+
+#[test]
+fn a_request_without_a_seed_draws_from_the_one_of_its_number() {
+    let seeds = [(0, 1), (7, 1), (7, 2)].map(|(engine, id)| default_seed(engine, RequestId::new(id)));
+    assert_eq!(seeds, [0x2a98_f501_af37_e97f, 0x27e8_ac81_e7bc_3b89, 0xdfd6_4551_e2e1_86eb]);
+    let engine = awake_on(Arc::new(cpu()), 1);
+    let asked = Request::new(vec![1, 2, 3]).max_new_tokens(4).ignore_eos(true);
+    for _ in 0..2 {
+        let output = engine.generate(std::slice::from_ref(&asked)).unwrap().remove(0);
+        let seed = default_seed(engine.core.parts.limits.seed, output.request);
+        assert_eq!(output.completions[0].seed, seed);
+        let seeded = engine.generate(&[asked.clone().seed(seed)]).unwrap();
+        assert_eq!(bits(&seeded), bits(&[output]));
+    }
 }
