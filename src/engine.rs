@@ -11,6 +11,7 @@
 //! Every transition takes the engine and gives back another: what the new state must not touch does not exist
 //! in it. A failed transition gives back the old engine ([`Failed`]).
 
+mod any;
 mod awake;
 mod builder;
 mod core;
@@ -31,6 +32,8 @@ mod update;
 mod update_error;
 mod wake;
 
+pub use any::AnyEngine;
+pub(crate) use awake::default_seed;
 pub use awake::{Aborted, StepOutput, StepToken};
 pub use builder::{EngineBuilder, KvCapacity, SimdPath};
 pub use error::{
@@ -42,6 +45,7 @@ pub use load::Load;
 pub use report::{EngineStats, LoadReport, MemoryReport, Settled, SleepReport, UpdateReport, WakeReport};
 pub use session::Session;
 pub use sleep::{InFlight, KeepWeights, OnDeadline, SleepOptions};
+pub(crate) use state::Carried;
 pub use state::{Awake, Discarded, Kept, Resident, Retention, Sleeping, State, WeightsLoaded};
 pub use update::Update;
 pub use update_error::{BeginError, CommitError, UpdateError};
@@ -119,6 +123,10 @@ impl<S: State> Engine<S> {
     /// The state's name.
     pub fn state_name(&self) -> &'static str {
         S::NAME
+    }
+
+    pub(crate) fn parts(&self) -> &core::Parts {
+        &self.core.parts
     }
 
     fn into_parts(self) -> (Core, S) {

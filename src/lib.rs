@@ -44,6 +44,7 @@
 #![warn(clippy::print_stdout, clippy::unwrap_used)]
 
 mod completion;
+pub mod control;
 mod device;
 mod engine;
 mod kv;
@@ -58,11 +59,12 @@ pub use completion::{
 };
 pub use device::DeviceError;
 pub use engine::{
-    Aborted, Awake, BeginError, BuildError, CommitError, Discarded, Engine, EngineBuilder, EngineStats,
-    Error, Failed, GenerateError, InFlight, KeepWeights, Kept, KvCapacity, Load, LoadError, LoadReport,
-    MemoryReport, OnDeadline, ParkError, Resident, RestoreError, Retention, Session, Settled, SimdPath,
-    SleepError, SleepOptions, SleepReport, Sleeping, State, StepError, StepOutput, StepToken, TensorError,
-    Update, UpdateError, UpdateReport, VerifyError, VerifyReport, WakeError, WakeReport, WeightsLoaded,
+    Aborted, AnyEngine, Awake, BeginError, BuildError, CommitError, Discarded, Engine, EngineBuilder,
+    EngineStats, Error, Failed, GenerateError, InFlight, KeepWeights, Kept, KvCapacity, Load, LoadError,
+    LoadReport, MemoryReport, OnDeadline, ParkError, Resident, RestoreError, Retention, Session, Settled,
+    SimdPath, SleepError, SleepOptions, SleepReport, Sleeping, State, StepError, StepOutput, StepToken,
+    TensorError, Update, UpdateError, UpdateReport, VerifyError, VerifyReport, WakeError, WakeReport,
+    WeightsLoaded,
 };
 pub use model::{ConfigError, ModelConfig, ModelFamily, RopeScaling};
 pub use request::{Request, RequestError, RequestLimits, SamplingParams, TokenId, TokenList};

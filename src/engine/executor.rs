@@ -247,11 +247,13 @@ impl Executor {
         for admitted in &plan.admitted {
             let (request, sample) = self.sequences[&admitted.seq];
             let request = self.requests.get_mut(&request).expect("its sequence is live");
-            let cached = admitted.cached_tokens.min(request.prompt().len());
+            let prompt_len = request.prompt().len();
+            let cached = admitted.cached_tokens.min(prompt_len);
             let live = &mut request.samples[sample];
             // After a preemption it may find what it computed itself: that doesn't count.
             if !std::mem::replace(&mut live.admitted, true) && !live.ended {
                 live.completion.cached_tokens = cached;
+                self.stats.prompt_tokens += prompt_len as u64;
                 self.stats.cached_tokens += cached as u64;
             }
         }
@@ -314,6 +316,7 @@ impl Executor {
                 if self.scheduler.is_running(own) {
                     live.admitted = true;
                     live.completion.cached_tokens = prompt_len;
+                    self.stats.prompt_tokens += prompt_len as u64;
                     self.stats.cached_tokens += prompt_len as u64;
                 }
             } else if let (false, Some(token)) = (ended, token) {

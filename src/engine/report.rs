@@ -147,7 +147,9 @@ pub struct EngineStats {
     pub computed_tokens: u64,
     /// Tokens sampled since the wake.
     pub sampled_tokens: u64,
-    /// Prompt tokens since the wake whose keys and values were found in the prefix cache.
+    /// Prompt tokens of samples that began to run since the wake: each sample counts its prompt.
+    pub prompt_tokens: u64,
+    /// Of them, those whose keys and values were found: in the prefix cache, or made by the group's prefill.
     pub cached_tokens: u64,
     /// Times a sequence lost its blocks to another, since the wake.
     pub preemptions: u64,

@@ -6,7 +6,6 @@ use tracing::info_span;
 
 use super::core::Core;
 use super::report::{MemoryReport, Settled, SleepReport};
-use super::requests::LiveRequest;
 use super::serving::{Serving, Shared};
 use super::state::{Awake, Carried, Discarded, Kept, KeptWeights, Reservations, Sleeping, WeightsLoaded};
 use super::{Engine, Failed, ParkError, Retention, SleepError};
@@ -91,6 +90,15 @@ impl Engine<Awake> {
     /// # Errors
     /// [`SleepError`], with the engine awake and serving.
     pub fn sleep(self, options: SleepOptions) -> Result<Engine<Sleeping<Kept>>, Failed<Awake, SleepError>> {
+        self.sleep_handing_over(options, |_| {})
+    }
+
+    /// [`Engine::sleep`] that lets `take` have the requests as soon as they are settled, before weights are copied.
+    pub(crate) fn sleep_handing_over(
+        self,
+        options: SleepOptions,
+        take: impl FnOnce(&mut Carried),
+    ) -> Result<Engine<Sleeping<Kept>>, Failed<Awake, SleepError>> {
         let _span = info_span!("sleep", weights = ?options.weights, in_flight = ?options.in_flight).entered();
         // What can fail for want of memory comes before anything is undone. The copy itself waits until the
         // requests are settled and the KV cache is gone: its pages are touched by then only.
@@ -102,7 +110,8 @@ impl Engine<Awake> {
             },
         };
         let (core, parts) = self.fall_asleep(options.in_flight)?;
-        let FellAsleep { weights, reservations, carried, mut report } = parts;
+        let FellAsleep { weights, reservations, mut carried, mut report } = parts;
+        take(&mut carried);
         let kept = match parked {
             None => KeptWeights::Resident(weights),
             Some(bytes) => park(&core, weights, bytes, &mut report),
@@ -121,9 +130,19 @@ impl Engine<Awake> {
         self,
         options: SleepOptions,
     ) -> Result<Engine<Sleeping<Discarded>>, Failed<Awake, SleepError>> {
+        self.sleep_discarding_handing_over(options, |_| {})
+    }
+
+    /// As [`Engine::sleep_handing_over`].
+    pub(crate) fn sleep_discarding_handing_over(
+        self,
+        options: SleepOptions,
+        take: impl FnOnce(&mut Carried),
+    ) -> Result<Engine<Sleeping<Discarded>>, Failed<Awake, SleepError>> {
         let _span = info_span!("sleep_discarding", in_flight = ?options.in_flight).entered();
-        let (core, FellAsleep { weights, reservations, carried, mut report }) =
+        let (core, FellAsleep { weights, reservations, mut carried, mut report }) =
             self.fall_asleep(options.in_flight)?;
+        take(&mut carried);
         let begin = Instant::now();
         let last = Some(weights.version().clone());
         let (reserved, freed) = weights.release();
@@ -344,17 +363,25 @@ impl<W: Retention> Engine<Sleeping<W>> {
     /// Ends the requests that were retracted at the sleep and hands them out with the tokens they have: they
     /// do not go on after the wake.
     pub fn abort_retracted(&mut self) -> Vec<RequestOutput> {
-        let retracted: Vec<_> = self.state.carried.retracted.drain(..).collect();
-        self.state.carried.forget_tokens(retracted.iter().map(|request| request.id));
-        retracted.into_iter().map(LiveRequest::into_output).collect()
+        self.state.carried.abort_retracted()
     }
 
     /// Takes the outputs of requests that had ended by the time the engine slept and were not handed out
     /// yet: those aborted or drained at the sleep, and those that no step had returned. What is not taken
     /// here is returned by the first step after the wake.
     pub fn take_settled(&mut self) -> Vec<RequestOutput> {
-        let settled = std::mem::take(&mut self.state.carried.settled);
-        self.state.carried.forget_tokens(settled.iter().map(|output| output.request));
-        settled
+        self.state.carried.take_settled()
+    }
+}
+
+impl Engine<WeightsLoaded> {
+    /// As on a sleeping engine: ends the requests that were retracted at the sleep and hands them out.
+    pub fn abort_retracted(&mut self) -> Vec<RequestOutput> {
+        self.state.carried.abort_retracted()
+    }
+
+    /// As on a sleeping engine: takes the outputs of requests that had ended by the time it slept.
+    pub fn take_settled(&mut self) -> Vec<RequestOutput> {
+        self.state.carried.take_settled()
     }
 }

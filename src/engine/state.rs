@@ -146,8 +146,21 @@ pub(crate) struct Carried {
 }
 
 impl Carried {
+    /// Ends what was retracted, with the tokens it has.
+    pub(crate) fn abort_retracted(&mut self) -> Vec<RequestOutput> {
+        let retracted = std::mem::take(&mut self.retracted);
+        self.forget_tokens(retracted.iter().map(|request| request.id));
+        retracted.into_iter().map(LiveRequest::into_output).collect()
+    }
+
+    pub(crate) fn take_settled(&mut self) -> Vec<RequestOutput> {
+        let settled = std::mem::take(&mut self.settled);
+        self.forget_tokens(settled.iter().map(|output| output.request));
+        settled
+    }
+
     /// Drops the tokens of requests whose outputs are handed out.
-    pub(crate) fn forget_tokens(&mut self, requests: impl Iterator<Item = RequestId>) {
+    fn forget_tokens(&mut self, requests: impl Iterator<Item = RequestId>) {
         let ended: BTreeSet<RequestId> = requests.collect();
         self.streamed.retain(|token| !ended.contains(&token.request));
     }

@@ -1,5 +1,6 @@
 //! Tests of what only the crate can see: faults of the device, addresses, accounting.
 
+mod control;
 mod faults;
 mod faulty;
 mod updates;

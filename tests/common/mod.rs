@@ -131,3 +131,25 @@ pub fn bits(output: &RequestOutput) -> Vec<(Vec<u32>, Vec<u32>)> {
 pub fn prompt(len: usize, seed: u32) -> Vec<u32> {
     (0..len as u32).map(|i| 1 + (i * 7 + seed * 13 + i * i * seed) % 63).collect()
 }
+
+/// Tensors that are the source's own, so that it can be sent to another thread.
+pub struct Owned(pub Vec<(String, Tensor)>);
+
+impl dormouse::WeightSource for Owned {
+    fn index(&mut self) -> Result<Vec<dormouse::TensorSpec>, dormouse::SourceError> {
+        let spec = |(name, tensor): &(String, Tensor)| {
+            let dtype = match tensor.dtype {
+                Dtype::F32 => DType::F32,
+                Dtype::F16 => DType::F16,
+                _ => DType::Bf16,
+            };
+            dormouse::TensorSpec { name: name.clone(), dtype, shape: tensor.shape.clone() }
+        };
+        Ok(self.0.iter().map(spec).collect())
+    }
+
+    fn read(&mut self, tensor: usize, sink: &mut dyn FnMut(&[u8])) -> Result<(), dormouse::SourceError> {
+        sink(&self.0[tensor].1.data);
+        Ok(())
+    }
+}

@@ -1,7 +1,7 @@
 //! A CPU device whose n-th operation fails or panics.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::cpu;
 use crate::device::cpu::{Budget, CpuDevice};
@@ -16,6 +16,8 @@ pub(super) struct FaultyDevice {
     inner: CpuDevice,
     /// Operations until one fails; 0 when none is to fail.
     fail_in: AtomicU64,
+    /// All operations fail.
+    fail_all: AtomicBool,
     /// Operations and copies until one panics; 0 when none is to panic.
     panic_in: AtomicU64,
     /// Reservations until one fails.
@@ -25,7 +27,8 @@ pub(super) struct FaultyDevice {
 impl FaultyDevice {
     pub(super) fn new() -> Arc<Self> {
         let zero = || AtomicU64::new(0);
-        Arc::new(Self { inner: cpu(), fail_in: zero(), panic_in: zero(), reserve_in: zero() })
+        let fail_all = AtomicBool::new(false);
+        Arc::new(Self { inner: cpu(), fail_in: zero(), fail_all, panic_in: zero(), reserve_in: zero() })
     }
 
     pub(super) fn budget(&self) -> &Arc<Budget> {
@@ -35,6 +38,11 @@ impl FaultyDevice {
     /// Makes the `n`-th operation from now fail; 0 cancels.
     pub(super) fn fail_nth(&self, n: u64) {
         self.fail_in.store(n, Ordering::Relaxed);
+    }
+
+    /// Makes all operations from now on fail, or none.
+    pub(super) fn fail_all(&self, fail: bool) {
+        self.fail_all.store(fail, Ordering::Relaxed);
     }
 
     /// Makes the `n`-th operation or copy from now panic; 0 cancels.
@@ -53,7 +61,7 @@ impl FaultyDevice {
 
     fn operation(&self, operation: &'static str) -> Result<(), DeviceError> {
         self.may_panic();
-        match counted_down(&self.fail_in) {
+        match self.fail_all.load(Ordering::Relaxed) || counted_down(&self.fail_in) {
             true => Err(DeviceError::Operation { operation, detail: "injected".into() }),
             false => Ok(()),
         }
