@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used, reason = "a test that fails says where")]
 
 mod common;
+#[path = "common/process.rs"]
+mod process;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -11,22 +13,9 @@ use dormouse::{
     Awake, Checkpoint, DType, Delta, Engine, EngineBuilder, KvCapacity, LoadOptions, ModelConfig, Request,
     SleepOptions, SourceError, SparseOp, TensorSpec, UpdateOptions, WeightSource, WeightsLoaded,
 };
+use process::{handles, resident};
 
 const MIB: i64 = 1 << 20;
-
-/// Resident bytes of this process.
-fn resident() -> i64 {
-    let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux");
-    let pages: i64 = statm.split_ascii_whitespace().nth(1).expect("resident").parse().expect("a number");
-    pages * 4096
-}
-
-/// File descriptors, threads and mappings of this process.
-fn handles() -> [usize; 3] {
-    let entries = |path: &str| std::fs::read_dir(path).expect("Linux").count();
-    let maps = std::fs::read_to_string("/proc/self/maps").expect("Linux");
-    [entries("/proc/self/fd"), entries("/proc/self/task"), maps.lines().count()]
-}
 
 fn run(engine: &Engine<Awake>) {
     let request = Request::new(prompt(40, 1)).samples(4).max_new_tokens(8).ignore_eos(true).seed(1);
