@@ -1,5 +1,5 @@
 //! The controller's shared state, without its lock: requests and where they are, the engine on loan, what is
-//! published. Every way in which a request ends goes through [`Board::end`].
+//! published. A request ends in [`Board::end`], or with everything in [`Board::collapse`].
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -451,7 +451,7 @@ impl Board {
         }
     }
 
-    /// The only way out.
+    /// The way out, but for a collapse.
     fn end(&mut self, id: RequestId, output: RequestOutput) {
         let slot = self.slots.remove(&id).expect("a request ends once");
         if let Place::Engine(number) = slot.place {
