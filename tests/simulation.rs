@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 use std::time::Duration;
 
-use common::{Weights, awake, prompt, tiny_builder, tiny_weights};
+use common::{Weights, awake, cut, prompt, tiny_builder, tiny_weights};
 use dormouse::{
     Awake, Completion, DType, Engine, FinishReason, GenerateError, InFlight, KvCapacity, OnDeadline, Request,
     RequestError, RequestId, RequestOutput, SleepOptions, StepToken, WeightVersion,
@@ -534,19 +534,6 @@ impl Simulation {
         let stats = self.engine().stats();
         assert_eq!((stats.blocks_owned, stats.running, stats.waiting), (0, 0, 0), "{stats:?}");
     }
-}
-
-/// The first `len` tokens of a completion, as if it had been aborted there.
-fn cut(completion: &Completion, len: usize) -> Completion {
-    let mut cut = Completion { finish_reason: FinishReason::Abort, ..completion.clone() };
-    cut.tokens.truncate(len);
-    cut.logprobs.truncate(len);
-    cut.processed_logprobs.iter_mut().for_each(|list| list.truncate(len));
-    cut.top_logprobs.iter_mut().for_each(|list| list.truncate(len));
-    cut.kept.iter_mut().for_each(|list| list.truncate(len));
-    cut.versions.retain(|span| span.tokens.start < len);
-    cut.versions.iter_mut().for_each(|span| span.tokens.end = span.tokens.end.min(len));
-    cut
 }
 
 proptest! {

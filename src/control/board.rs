@@ -167,17 +167,21 @@ impl Board {
     }
 
     pub(super) fn status(&self) -> Status {
-        let aside = |slot: &&Slot| matches!(slot.place, Place::Aside { .. });
         Status {
             state: self.state(),
             busy: self.busy.clone(),
             control_queue: self.inbox.len(),
             live_requests: self.slots.len(),
-            requests_aside: self.slots.values().filter(aside).count(),
+            requests_aside: self.requests_aside(),
             memory: self.memory,
             engine: self.stats,
             step_error: self.step_error.clone(),
         }
+    }
+
+    /// Requests that are not in the engine.
+    pub(super) fn requests_aside(&self) -> usize {
+        self.slots.values().filter(|slot| matches!(slot.place, Place::Aside { .. })).count()
     }
 
     /// Whether requests go straight to the engine.

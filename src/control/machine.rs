@@ -106,8 +106,7 @@ pub(super) fn sleep(shared: &Shared, held: Held, plan: SleepPlan, time: Time) ->
     match settle(shared, plan.in_flight, time) {
         Ok((in_flight, drained)) => fall_asleep(shared, engine, plan, in_flight, drained),
         Err((error, drained)) => {
-            shared.change(|board| board.shut = false);
-            shared.start_aside();
+            shared.reopen();
             let settled = SettledReport { drained, ..SettledReport::default() };
             (Held::Awake(engine), Done { outcome: Err(error), report: vec![Report::Settled(settled)] })
         }
@@ -161,21 +160,20 @@ fn fall_asleep(
     // Before weights are copied: who waits for an abort, or an output, need not wait for that.
     let take = |carried: &mut Carried| settled = hand_over(shared, carried, in_flight, drained.clone());
     let slept = match (plan.tags.weights(), plan.weights) {
-        (true, SleepWeights::Discard) => {
-            engine.sleep_discarding_handing_over(options, take).map(Fallen::Discarded)
-        }
-        (true, SleepWeights::Park) => engine.sleep_handing_over(options, take).map(Fallen::Kept),
-        (false, _) => engine.sleep_handing_over(options.resident(), take).map(Fallen::Kept),
-    };
-    let (held, report) = match slept {
-        Ok(Fallen::Discarded(engine)) => {
+        (true, SleepWeights::Discard) => engine.sleep_discarding_handing_over(options, take).map(|engine| {
             let report = engine.report().clone();
             (Held::discarded(engine), report)
+        }),
+        (weights, _) => {
+            let options = if weights { options } else { options.resident() };
+            engine.sleep_handing_over(options, take).map(|engine| {
+                let report = engine.report().clone();
+                (Held::SleepingKept(engine), report)
+            })
         }
-        Ok(Fallen::Kept(engine)) => {
-            let report = engine.report().clone();
-            (Held::SleepingKept(engine), report)
-        }
+    };
+    let (held, report) = match slept {
+        Ok(slept) => slept,
         Err(failed) => {
             let (engine, error) = failed.into_parts();
             let engine = Arc::new(engine);
@@ -193,11 +191,6 @@ fn fall_asleep(
     // Weights that stay where they are cost nothing to restore.
     let (held, outcome) = wake_weights(held, &mut report);
     (held, Done { outcome: outcome.map(|()| Outcome::Done), report })
-}
-
-enum Fallen {
-    Kept(Engine<Sleeping<Kept>>),
-    Discarded(Engine<Sleeping<Discarded>>),
 }
 
 /// Takes the requests out of an engine that falls asleep: they end, or wait for the wake here, where they can be

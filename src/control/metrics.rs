@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::board::{Board, Place};
+use super::board::Board;
 use super::response::{ControlResponse, Report};
 use super::{ControlState, ErrorKind, TransactionId};
 use crate::engine::{EngineStats, MemoryReport};
@@ -194,13 +194,12 @@ impl Board {
 
     pub(super) fn metrics(&self) -> Metrics {
         let counters = &self.counters;
-        let aside = self.slots.values().filter(|slot| matches!(slot.place, Place::Aside { .. })).count();
         Metrics {
             state: self.state(),
             memory: self.memory,
             engine: plus(self.stats, &counters.before),
             live_requests: self.slots.len(),
-            requests_aside: aside,
+            requests_aside: self.requests_aside(),
             control_queue: self.inbox.len(),
             accepted: counters.accepted,
             finished: counters.finished,

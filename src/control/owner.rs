@@ -202,8 +202,7 @@ pub(super) fn pause(shared: &Shared, awake: bool, mode: PauseMode, time: Time) -
     });
     let mut settled = SettledReport::default();
     let undo = |error, settled| {
-        shared.change(|board| board.shut = false);
-        shared.start_aside();
+        shared.reopen();
         Done { outcome: Err(error), report: vec![Report::Settled(settled)] }
     };
     match mode {

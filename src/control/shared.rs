@@ -177,6 +177,12 @@ impl Shared {
         self.start_aside()
     }
 
+    /// Lets requests in again, after an operation that was not done.
+    pub(super) fn reopen(&self) {
+        self.change(|board| board.shut = false);
+        self.start_aside();
+    }
+
     /// Starts what was set aside for an engine that serves, a few at a time; returns what goes on.
     pub(super) fn start_aside(&self) -> Vec<RequestId> {
         let mut resumed = Vec::new();

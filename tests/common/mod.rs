@@ -4,7 +4,8 @@
 use std::path::Path;
 
 use dormouse::{
-    Awake, DType, Engine, EngineBuilder, KvCapacity, ModelConfig, Request, RequestOutput, TensorSet,
+    Awake, Completion, DType, Engine, EngineBuilder, FinishReason, KvCapacity, ModelConfig, Request,
+    RequestOutput, TensorSet,
 };
 use safetensors::{Dtype, View};
 
@@ -152,4 +153,17 @@ impl dormouse::WeightSource for Owned {
         sink(&self.0[tensor].1.data);
         Ok(())
     }
+}
+
+/// The first `len` tokens of a completion, as if it had been aborted there.
+pub fn cut(completion: &Completion, len: usize) -> Completion {
+    let mut cut = Completion { finish_reason: FinishReason::Abort, ..completion.clone() };
+    cut.tokens.truncate(len);
+    cut.logprobs.truncate(len);
+    cut.processed_logprobs.iter_mut().for_each(|list| list.truncate(len));
+    cut.top_logprobs.iter_mut().for_each(|list| list.truncate(len));
+    cut.kept.iter_mut().for_each(|list| list.truncate(len));
+    cut.versions.retain(|span| span.tokens.start < len);
+    cut.versions.iter_mut().for_each(|span| span.tokens.end = span.tokens.end.min(len));
+    cut
 }

@@ -197,18 +197,9 @@ impl Oracle {
     }
 }
 
-/// The first `len` tokens of a completion, as if it had been aborted there.
+/// What the cache did is no part of what the weights say.
 fn cut(completion: &Completion, len: usize) -> Completion {
-    let mut cut = Completion { finish_reason: FinishReason::Abort, ..completion.clone() };
-    cut.cached_tokens = 0;
-    cut.tokens.truncate(len);
-    cut.logprobs.truncate(len);
-    cut.processed_logprobs.iter_mut().for_each(|list| list.truncate(len));
-    cut.top_logprobs.iter_mut().for_each(|list| list.truncate(len));
-    cut.kept.iter_mut().for_each(|list| list.truncate(len));
-    cut.versions.retain(|span| span.tokens.start < len);
-    cut.versions.iter_mut().for_each(|span| span.tokens.end = span.tokens.end.min(len));
-    cut
+    Completion { cached_tokens: 0, ..crate::common::cut(completion, len) }
 }
 
 /// One of a few requests of every kind, by number; some share their prefix.

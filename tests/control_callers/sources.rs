@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dormouse::control::{
     ControlError, ControlRequest, ErrorKind, Handle, Lifecycle, Operation, Payload, Report, SubmitError,
-    Tags, TransactionId,
+    Tags, Ticket, TransactionId,
 };
 use dormouse::{InFlight, SourceError, TensorSpec, UnsupportedTensor, UpdateOptions, WeightSource};
 
 use crate::support::{
-    Owned, Weights, assert_serves, block_on, bounded, done, eventually, gated, load, request, run, sleep,
-    spawn, update, wake, weights,
+    Gate, Owned, Weights, assert_serves, block_on, bounded, done, eventually, gated, load, request, run,
+    sleep, spawn, update, wake, weights,
 };
 
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -184,8 +184,17 @@ impl Drop for Asks {
     }
 }
 
-#[test]
-fn a_source_that_owns_a_handle_and_waits_is_refused_by_the_stop() {
+/// A load that waits in its source, and behind it one whose source owns a handle.
+struct Behind {
+    handle: Handle,
+    gate: Gate,
+    first: Ticket,
+    second: Ticket,
+    /// What the second source finds when it is dropped.
+    states: std::sync::mpsc::Receiver<Lifecycle>,
+}
+
+fn behind() -> Behind {
     let w0 = weights(1);
     let handle = spawn(&w0);
     done(&handle, sleep(Tags::ALL, InFlight::Refuse));
@@ -195,6 +204,12 @@ fn a_source_that_owns_a_handle_and_waits_is_refused_by_the_stop() {
     let (sender, states) = std::sync::mpsc::channel();
     let asks = Asks(Owned(w0.0.clone()), handle.clone(), sender);
     let second = handle.control(load(Payload::source(asks)));
+    Behind { handle, gate, first, second, states }
+}
+
+#[test]
+fn a_source_that_owns_a_handle_and_waits_is_refused_by_the_stop() {
+    let Behind { handle, gate, first, second, states } = behind();
     let stopping = handle.clone();
     let stopper = std::thread::spawn(move || stopping.stop().is_ok());
     eventually(|| matches!(handle.submit(request(1)), Err(SubmitError::Stopped)));
@@ -208,15 +223,7 @@ fn a_source_that_owns_a_handle_and_waits_is_refused_by_the_stop() {
 
 #[test]
 fn the_last_handle_may_be_a_sources() {
-    let w0 = weights(1);
-    let handle = spawn(&w0);
-    done(&handle, sleep(Tags::ALL, InFlight::Refuse));
-    let (payload, gate) = gated(&w0);
-    let first = handle.control(load(payload));
-    gate.reached();
-    let (sender, states) = std::sync::mpsc::channel();
-    let asks = Asks(Owned(w0.0.clone()), handle.clone(), sender);
-    let second = handle.control(load(Payload::source(asks)));
+    let Behind { handle, gate, first, second, states } = behind();
     drop(handle);
     gate.open();
     assert!(block_on(first).is_ok());
