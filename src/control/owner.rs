@@ -225,11 +225,10 @@ pub(super) fn pause(shared: &Shared, awake: bool, mode: PauseMode, time: Time) -
             }
         }
     }
-    shared.change(|board| {
-        board.frozen = true;
-        (board.paused, board.shut) = (true, false);
-    });
+    // It is paused once the step that is running now is over, not before: that is what `paused` says.
+    shared.change(|board| board.frozen = true);
     shared.wait_surely(|board| !board.in_use);
+    shared.change(|board| (board.paused, board.shut) = (true, false));
     settled.kept = shared.board().before();
     let already = was_paused && settled.aborted.is_empty() && settled.drained.is_empty();
     Done::ok(already, vec![Report::Settled(settled)])
