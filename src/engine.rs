@@ -115,9 +115,23 @@ impl<S: State> Engine<S> {
         self.core.parts.manifest.check_with(offered, options)
     }
 
-    /// Device memory that the engine holds now, by part.
+    /// Memory that the engine holds now, by part.
     pub fn memory(&self) -> MemoryReport {
-        self.state.memory()
+        let (staging_bytes, device_bytes) = self.core.parts.device.staging_bytes();
+        MemoryReport { staging_bytes, device_bytes, ..self.state.memory() }
+    }
+
+    /// Address space that is reserved for each part, in every state; of it, [`Engine::memory`] says what has memory
+    /// behind it.
+    pub fn reserved(&self) -> MemoryReport {
+        let parts = &self.core.parts;
+        let kv_cache_bytes = crate::model::KvMemory::bytes(parts.limits.kv, parts.config.num_layers);
+        MemoryReport {
+            weights_bytes: parts.layout.bytes as u64,
+            kv_cache_bytes: kv_cache_bytes.unwrap_or_default() as u64,
+            workspace_bytes: parts.workspace.bytes() as u64,
+            ..MemoryReport::default()
+        }
     }
 
     /// The state's name.

@@ -57,7 +57,9 @@ mod weights;
 pub use completion::{
     Completion, CompletionError, FinishReason, RequestId, RequestOutput, StopCause, TokenLogprob, VersionSpan,
 };
-pub use device::DeviceError;
+#[cfg(feature = "cuda")]
+pub use device::cuda::{CallError, CudaError, CudaVersion, GpuMemory, GpuMemoryError};
+pub use device::{DeviceError, DeviceMemory};
 pub use engine::{
     Aborted, AnyEngine, Awake, BeginError, BuildError, CommitError, Discarded, Engine, EngineBuilder,
     EngineStats, Error, Failed, GenerateError, InFlight, KeepWeights, Kept, KvCapacity, Load, LoadError,
@@ -77,3 +79,5 @@ pub use weights::{
     UnsupportedTensor, UpdateMode, UpdateOptions, WeightSource, WeightTensor, WeightVersion, WeightsDigest,
     WeightsMismatch, WrongDType, WrongShape,
 };
+#[cfg(feature = "cuda")]
+pub use weights::{GpuBucket, GpuTensors};

@@ -5,5 +5,5 @@ mod memory;
 mod transformer;
 
 pub use config::{ConfigError, ModelConfig, ModelFamily, RopeScaling};
-pub(crate) use memory::{KvMemory, Workspace};
+pub(crate) use memory::{KvMemory, Workspace, WorkspaceShape};
 pub(crate) use transformer::{Batch, BatchSpan, Transformer};

@@ -6,6 +6,7 @@
 //! Weights are summed as integers, so that no sum depends on its order, and all orders are total: higher
 //! logit first, lower id first among equals.
 
+mod asked;
 mod filter;
 mod philox;
 mod processors;
@@ -130,8 +131,21 @@ impl Sampler {
             .ok_or(SampleError::NothingAllowed)
             .map(|max| self.draw(&Processed { logits: processed, max }, token_index, scratch));
         scratch.processed = buffer;
-        let Drawn { token, mut logprob_drawn, kept } = drawn?;
-        let logprob = logprob(logits, lse, token);
+        let drawn = drawn?;
+        let logprob = logprob(logits, lse, drawn.token);
+        self.conclude(active, drawn, logprob, || top(logits, lse, params.top_logprobs, scratch))
+    }
+
+    /// Completes a draw with what the request wants to know; `active`: whether processors had a part in it.
+    fn conclude(
+        &self,
+        active: bool,
+        drawn: Drawn,
+        logprob: f32,
+        top: impl FnOnce() -> Vec<TokenLogprob>,
+    ) -> Result<Sampled, SampleError> {
+        let params = &*self.params;
+        let Drawn { token, mut logprob_drawn, kept } = drawn;
         if !logprob.is_finite() {
             return Err(SampleError::NonFiniteLogits);
         }
@@ -143,7 +157,7 @@ impl Sampler {
             token,
             logprob,
             processed_logprob: params.processed_logprobs.then_some(logprob_drawn),
-            top: (params.top_logprobs > 0).then(|| top(logits, lse, params.top_logprobs, scratch)),
+            top: (params.top_logprobs > 0).then(top),
             kept,
         })
     }
@@ -154,7 +168,7 @@ impl Sampler {
         if params.temperature == 0.0 {
             // The maximum is one of the logits.
             let token = logits.iter().position(|&logit| logit == processed.max).unwrap_or(0) as TokenId;
-            return Drawn { token, logprob_drawn: 0.0, kept: params.return_kept_set.then(|| vec![token]) };
+            return Drawn::greedy(params, token);
         }
         let temperature = params.temperature;
         let scaled = |logit: f32| (logit - processed.max) / temperature;
@@ -163,16 +177,20 @@ impl Sampler {
         if cut != Cut::NONE {
             total = filter::drop_weights(logits, cut, &mut scratch.weights);
         }
-        let random = philox::draw(self.seed, self.sample, token_index as u64);
+        let random = self.random(token_index);
         // Multiplying instead of dividing keeps every weight's share exact to 2^-64.
         let target = ((u128::from(random) * u128::from(total)) >> 64) as u64;
         let token = pick(&scratch.weights, target);
-        let log_total = (total as f64 / softmax::WEIGHT_ONE as f64).ln();
         Drawn {
             token: token as TokenId,
-            logprob_drawn: (f64::from(scaled(logits[token])) - log_total) as f32,
+            logprob_drawn: logprob_drawn(scaled(logits[token]), total),
             kept: params.return_kept_set.then(|| cut.kept(logits)),
         }
+    }
+
+    /// The random bits that draw the token with this index.
+    pub(crate) fn random(&self, token_index: usize) -> u64 {
+        philox::draw(self.seed, self.sample, token_index as u64)
     }
 }
 
@@ -186,6 +204,19 @@ struct Drawn {
     token: TokenId,
     logprob_drawn: f32,
     kept: Option<Vec<TokenId>>,
+}
+
+impl Drawn {
+    /// Of a distribution that is this token alone.
+    fn greedy(params: &SamplingParams, token: TokenId) -> Self {
+        Self { token, logprob_drawn: 0.0, kept: params.return_kept_set.then(|| vec![token]) }
+    }
+}
+
+/// The logprob of a token with this scaled logit, where the weight of all is `total`.
+fn logprob_drawn(scaled: f32, total: u64) -> f32 {
+    let log_total = (total as f64 / softmax::WEIGHT_ONE as f64).ln();
+    (f64::from(scaled) - log_total) as f32
 }
 
 /// Finds the token at `target` when the weights are laid end to end in the order of ids.

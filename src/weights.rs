@@ -6,6 +6,8 @@ mod checkpoint;
 mod convert;
 mod delta;
 mod digest;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod intake;
 mod json;
 mod layout;
@@ -28,8 +30,16 @@ pub use bucket::{Bucket, BucketEntry, BucketError, BucketWriter};
 pub use checkpoint::Checkpoint;
 pub(crate) use delta::Prepared as PreparedDelta;
 pub use delta::{Delta, DeltaError, LoraAdapter, LoraError, LoraMismatch, LoraShapes, SparseOp};
+#[cfg(feature = "cuda")]
+pub(crate) use digest::LEAF_BYTES;
 pub(crate) use digest::TensorHasher;
 pub use digest::{ParseDigestError, TensorDigest, WeightsDigest};
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) use gpu::TEST_WORKSPACE_BYTES;
+#[cfg(feature = "cuda")]
+pub(crate) use gpu::resident_digests;
+#[cfg(feature = "cuda")]
+pub use gpu::{GpuBucket, GpuTensors};
 pub(crate) use intake::{FinishError, Intake, IntakeShape, Memory, NoMemory, Received};
 pub use intake::{PieceError, PushError, TransferError};
 pub(crate) use json::{UniqueKeys, cut};

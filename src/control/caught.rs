@@ -114,6 +114,12 @@ impl WeightSource for CaughtSource {
         Ok(reader.map(|reader| Box::new(CaughtReader(Some(reader))) as Box<dyn TensorReader>))
     }
 
+    #[cfg(feature = "cuda")]
+    fn gpu_memory(&mut self, tensor: usize) -> Result<Option<crate::GpuMemory>, SourceError> {
+        let source = self.get()?;
+        caught(|| source.gpu_memory(tensor))
+    }
+
     fn finish(&mut self) -> Result<(), SourceError> {
         let source = self.get()?;
         caught(|| source.finish())

@@ -1,6 +1,7 @@
 //! Failures by kind, for callers that decide by it: what a server maps to status codes.
 
 use super::{ControlError, MissingStep, SubmitError};
+use crate::device::DeviceError;
 use crate::engine::{
     BeginError, CommitError, LoadError, ParkError, RestoreError, SleepError, TensorError, UpdateError,
     VerifyError, WakeError,
@@ -92,11 +93,16 @@ impl ControlError {
             | Self::Tensor(TensorError::Torn { .. })
             | Self::Verify(VerifyError::Torn { .. })
             | Self::Wake(WakeError::Torn { .. }) => ErrorKind::Conflict,
-            Self::Park(_) | Self::Sleep(SleepError::Park { .. }) => ErrorKind::OutOfMemory,
-            Self::Broken { .. } | Self::Sleep(_) | Self::Verify(_) => ErrorKind::Internal,
-            Self::Restore(RestoreError::Device(_)) | Self::Wake(WakeError::Device(_)) => {
+            Self::Park(ParkError::NoHostMemory { .. }) | Self::Sleep(SleepError::Park { .. }) => {
                 ErrorKind::OutOfMemory
             }
+            Self::Park(ParkError::Device(error))
+            | Self::Sleep(SleepError::Device(error))
+            | Self::Tensor(TensorError::Device(error))
+            | Self::Verify(VerifyError::Device(error))
+            | Self::Restore(RestoreError::Device(error))
+            | Self::Wake(WakeError::Device(error)) => of_device(error),
+            Self::Broken { .. } | Self::Sleep(_) | Self::Verify(_) => ErrorKind::Internal,
             Self::Bucket(_) => ErrorKind::InvalidWeights,
             Self::Load(error) => of_load(error),
             Self::Begin(error) => of_begin(error),
@@ -118,6 +124,14 @@ impl ControlError {
             }
             _ => None,
         }
+    }
+}
+
+/// What the device lacks may be there another time; what it failed at may not.
+fn of_device(error: &DeviceError) -> ErrorKind {
+    match error {
+        DeviceError::Operation { .. } => ErrorKind::Internal,
+        _ => ErrorKind::OutOfMemory,
     }
 }
 
@@ -144,7 +158,7 @@ fn of_load(error: &LoadError) -> ErrorKind {
         LoadError::Source(error) => of_source(error),
         LoadError::Mismatch(_) => ErrorKind::InvalidWeights,
         LoadError::Transfer(error) => of_transfer(error),
-        LoadError::Device(_) => ErrorKind::OutOfMemory,
+        LoadError::Device(error) => of_device(error),
     }
 }
 
@@ -154,7 +168,8 @@ fn of_begin(error: &BeginError) -> ErrorKind {
             ErrorKind::InvalidArgument
         }
         BeginError::Torn { .. } => ErrorKind::Conflict,
-        BeginError::NoRoom { .. } | BeginError::Device(_) => ErrorKind::OutOfMemory,
+        BeginError::NoRoom { .. } => ErrorKind::OutOfMemory,
+        BeginError::Device(error) => of_device(error),
     }
 }
 
@@ -170,6 +185,7 @@ fn of_push(error: &PushError) -> ErrorKind {
 fn of_transfer(error: &TransferError) -> ErrorKind {
     match error {
         TransferError::Source(error) => of_source(error),
+        TransferError::Device(error) => of_device(error),
         _ => ErrorKind::InvalidWeights,
     }
 }
@@ -179,6 +195,6 @@ fn of_commit(error: &CommitError) -> ErrorKind {
         CommitError::Mismatch(_) => ErrorKind::InvalidWeights,
         CommitError::Transfer(error) => of_transfer(error),
         CommitError::PushFailed => ErrorKind::Conflict,
-        CommitError::Device(_) => ErrorKind::OutOfMemory,
+        CommitError::Device(error) => of_device(error),
     }
 }

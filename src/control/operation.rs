@@ -261,6 +261,9 @@ pub enum Payload {
     Source(Box<dyn WeightSource + Send>),
     /// A flattened [bucket](crate::Bucket).
     Bucket(Vec<u8>),
+    /// A [bucket on the engine's GPU](crate::GpuBucket). The answer tells that its memory may be overwritten.
+    #[cfg(feature = "cuda")]
+    GpuBucket(crate::GpuBucket),
     /// What an adapter changes, merged into the current weights. An update in one go is then partial to these
     /// tensors.
     Adapter(Box<LoraAdapter>),
@@ -278,6 +281,8 @@ impl fmt::Debug for Payload {
         match self {
             Self::Source(_) => f.write_str("source"),
             Self::Bucket(bytes) => write!(f, "bucket of {} bytes", bytes.len()),
+            #[cfg(feature = "cuda")]
+            Self::GpuBucket(bucket) => write!(f, "GPU bucket of {} bytes", bucket.memory().bytes()),
             Self::Adapter(_) => f.write_str("adapter"),
         }
     }

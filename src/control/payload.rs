@@ -61,6 +61,8 @@ pub(super) fn update(
 pub(super) trait Target {
     fn push_source(&mut self, source: Timed) -> Result<(), ControlError>;
     fn push_bucket(&mut self, bucket: &Bucket<'_>) -> Result<(), ControlError>;
+    #[cfg(feature = "cuda")]
+    fn push_gpu_bucket(&mut self, bucket: &crate::GpuBucket) -> Result<(), ControlError>;
     fn push_adapter(&mut self, adapter: &crate::LoraAdapter) -> Result<(), ControlError>;
 }
 
@@ -71,6 +73,11 @@ impl<W: Retention> Target for Load<W> {
 
     fn push_bucket(&mut self, bucket: &Bucket<'_>) -> Result<(), ControlError> {
         Ok(Load::push_bucket(self, bucket)?)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn push_gpu_bucket(&mut self, bucket: &crate::GpuBucket) -> Result<(), ControlError> {
+        Ok(Load::push_gpu_bucket(self, bucket)?)
     }
 
     fn push_adapter(&mut self, _: &crate::LoraAdapter) -> Result<(), ControlError> {
@@ -85,6 +92,11 @@ impl Target for Update<'_> {
 
     fn push_bucket(&mut self, bucket: &Bucket<'_>) -> Result<(), ControlError> {
         Ok(Update::push_bucket(self, bucket)?)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn push_gpu_bucket(&mut self, bucket: &crate::GpuBucket) -> Result<(), ControlError> {
+        Ok(Update::push_gpu_bucket(self, bucket)?)
     }
 
     fn push_adapter(&mut self, adapter: &crate::LoraAdapter) -> Result<(), ControlError> {
@@ -107,6 +119,8 @@ pub(super) fn bring(target: &mut impl Target, weights: Payload, time: Time) -> R
             target.push_source(timed).map_err(|error| passed.or(time, error))
         }
         Payload::Bucket(bytes) => target.push_bucket(&Bucket::parse(&bytes)?),
+        #[cfg(feature = "cuda")]
+        Payload::GpuBucket(bucket) => target.push_gpu_bucket(&bucket),
         Payload::Adapter(adapter) => target.push_adapter(&adapter),
     }
 }
@@ -173,6 +187,12 @@ impl WeightSource for Timed {
         let (time, passed) = (self.time, self.passed.clone());
         let reader = self.source.reader(tensor)?;
         Ok(reader.map(|reader| Box::new(TimedReader { reader, time, passed }) as Box<dyn TensorReader>))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn gpu_memory(&mut self, tensor: usize) -> Result<Option<crate::GpuMemory>, SourceError> {
+        self.passed.check(self.time)?;
+        self.source.gpu_memory(tensor)
     }
 
     fn finish(&mut self) -> Result<(), SourceError> {

@@ -38,6 +38,8 @@ impl Metrics {
         for (part, bytes) in [
             ("weights", memory.weights_bytes),
             ("parked_weights", memory.parked_bytes),
+            ("staging", memory.staging_bytes),
+            ("device", memory.device_bytes),
             ("kv_cache", memory.kv_cache_bytes),
             ("workspace", memory.workspace_bytes),
         ] {

@@ -60,8 +60,9 @@ pub(crate) trait Pages: std::any::Any + Send + Sync + std::fmt::Debug {
     fn address(&self) -> usize;
     /// Puts zeroed memory behind the first `bytes` of the range: all or nothing. Nothing is committed before.
     fn commit(&mut self, bytes: usize) -> Result<(), DeviceError>;
-    /// Gives all memory back to the system before it returns.
-    fn decommit(&mut self);
+    /// Gives all memory back to the system before it returns; returns the bytes that it would not take (which it
+    /// says in the log, and tries again the next time).
+    fn decommit(&mut self) -> usize;
     /// Puts the memory of `staged` (same device) in place of this arena's, which holds as much or nothing,
     /// without copying, so that its contents appear at this arena's address. On an error this arena is as it
     /// was.
@@ -83,7 +84,7 @@ impl Arena {
     }
 
     /// First address; the same for the arena's life.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn address(&self) -> usize {
         self.pages.address()
     }
@@ -102,10 +103,24 @@ impl Arena {
         Ok(())
     }
 
-    /// Gives all memory back; returns the bytes that were committed.
+    /// [`Arena::commit`] by another way that the device's pages have.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn commit_by(
+        &mut self,
+        bytes: usize,
+        commit: impl FnOnce(&mut dyn Pages) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        assert!(self.committed == 0, "an arena is committed once between decommits");
+        assert!(bytes <= self.reserved, "{bytes} bytes committed of {} reserved", self.reserved);
+        commit(&mut *self.pages)?;
+        self.committed = bytes;
+        Ok(())
+    }
+
+    /// Gives all memory back; returns the bytes that the system has again.
     pub(crate) fn decommit(&mut self) -> usize {
-        self.pages.decommit();
-        std::mem::take(&mut self.committed)
+        let kept = self.pages.decommit();
+        std::mem::take(&mut self.committed).saturating_sub(kept)
     }
 
     /// Takes over the memory of `staged`, at this arena's address. On an error this arena is as it was.
@@ -206,6 +221,11 @@ impl<'a, T: Element> ViewMut<'a, T> {
     pub(crate) fn slice(&mut self, offset: usize, len: usize) -> ViewMut<'_, T> {
         assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "slice out of range");
         ViewMut { address: self.address + offset * size_of::<T>(), len, lifetime: PhantomData }
+    }
+
+    /// The same memory as bytes.
+    pub(crate) fn into_bytes(self) -> ViewMut<'a, u8> {
+        ViewMut { address: self.address, len: self.len * size_of::<T>(), lifetime: PhantomData }
     }
 
     /// Cuts in two at `mid`.

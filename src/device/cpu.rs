@@ -21,23 +21,26 @@ mod pool;
 mod rows;
 mod simd;
 #[cfg(test)]
-mod tests;
+pub(in crate::device) mod tests;
 mod transpose;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 pub(crate) use budget::Budget;
 pub(super) use budget::system_available_bytes;
+#[cfg(feature = "cuda")]
+pub(crate) use host_buffer::Home;
 pub(crate) use host_buffer::HostBuffer;
 #[cfg(test)]
 pub(crate) use host_buffer::REFUSE_NEXT;
-pub(crate) use math::log_sum_exp;
+pub(crate) use math::{log_of_sum, log_sum_exp};
 pub use simd::SimdPath;
 
 use self::host::{slice, slice_mut, widen};
 use super::{
-    Arena, AttentionBatch, Device, DeviceError, HeadShape, KvLayer, KvLayerMut, Matrix, MatrixShape, Output,
-    QkNorm, RopeAngles, Vector, View, ViewMut,
+    Arena, AttentionScores, Device, DeviceError, HeadShape, KvLayer, KvLayerMut, Matrix, MatrixShape, Output,
+    QkNorm, Step, Vector, View, ViewMut,
 };
 
 /// What a [`CpuDevice`] may use.
@@ -106,27 +109,45 @@ impl Device for CpuDevice {
         simd::LANES
     }
 
-    fn write_rows(&self, dst: ViewMut<'_, u8>, shape: MatrixShape, first_row: usize, src: &[u8]) {
+    fn write_rows(
+        &self,
+        dst: ViewMut<'_, u8>,
+        shape: MatrixShape,
+        first_row: usize,
+        src: &[u8],
+    ) -> Result<(), DeviceError> {
         packed::write(&self.pool, slice_mut(dst), shape, first_row, src);
+        Ok(())
     }
 
-    fn read_rows(&self, src: View<'_, u8>, shape: MatrixShape, first_row: usize, out: &mut [u8]) {
+    fn read_rows(
+        &self,
+        src: View<'_, u8>,
+        shape: MatrixShape,
+        first_row: usize,
+        out: &mut [u8],
+    ) -> Result<(), DeviceError> {
         packed::read(&self.pool, slice(&src), shape, first_row, out);
+        Ok(())
     }
 
-    fn copy_bytes(&self, dst: ViewMut<'_, u8>, src: View<'_, u8>) {
+    fn copy_bytes(&self, dst: ViewMut<'_, u8>, src: View<'_, u8>) -> Result<(), DeviceError> {
         host::copy(&self.pool, slice(&src), slice_mut(dst));
+        Ok(())
     }
 
-    fn write_bytes(&self, dst: ViewMut<'_, u8>, src: &[u8]) {
+    fn write_bytes(&self, dst: ViewMut<'_, u8>, src: &[u8]) -> Result<(), DeviceError> {
         host::copy(&self.pool, src, slice_mut(dst));
+        Ok(())
     }
 
-    fn read_bytes(&self, src: View<'_, u8>, out: &mut [u8]) {
+    fn read_bytes(&self, src: View<'_, u8>, out: &mut [u8]) -> Result<(), DeviceError> {
         host::copy(&self.pool, slice(&src), out);
+        Ok(())
     }
 
-    fn embed(&self, table: Matrix<'_>, tokens: &[u32], out: ViewMut<'_, f32>) -> Result<(), DeviceError> {
+    fn embed(&self, step: &Step<'_>, table: Matrix<'_>, out: ViewMut<'_, f32>) -> Result<(), DeviceError> {
+        let tokens = step.inputs.tokens;
         let (packed, shape, out) = (slice(&table.bytes), table.shape, slice_mut(out));
         assert_eq!(packed.len(), packed::packed_bytes(shape), "the packed table has the size of its shape");
         assert_eq!(out.len(), tokens.len() * shape.cols, "a row for each token");
@@ -150,6 +171,7 @@ impl Device for CpuDevice {
 
     fn matmul(
         &self,
+        _step: &mut Step<'_>,
         x: View<'_, f32>,
         w: Matrix<'_>,
         bias: Option<Vector<'_>>,
@@ -168,40 +190,44 @@ impl Device for CpuDevice {
 
     fn rope(
         &self,
+        step: &Step<'_>,
         qkv: ViewMut<'_, f32>,
         shape: HeadShape,
         norm: Option<QkNorm<'_>>,
-        angles: RopeAngles<'_>,
     ) -> Result<(), DeviceError> {
         let norms = norm.map(|norm| {
             assert_eq!((norm.q.len, norm.k.len), (shape.head_dim, shape.head_dim), "norms are of head_dim");
             rows::HeadNorms { q: widen(&norm.q), k: widen(&norm.k), eps: norm.eps }
         });
+        let angles = step.inputs.angles;
         rows::rope(self.on(), slice_mut(qkv), shape, norms.as_ref(), angles.cos, angles.sin);
         Ok(())
     }
 
     fn store_kv(
         &self,
+        step: &Step<'_>,
         qkv: View<'_, f32>,
         shape: HeadShape,
-        slots: &[u32],
         cache: KvLayerMut<'_>,
     ) -> Result<(), DeviceError> {
         let layer = (slice_mut(cache.keys), slice_mut(cache.values), cache.shape);
-        kv::store(&self.pool, slice(&qkv), shape, slots, layer);
+        kv::store(&self.pool, slice(&qkv), shape, step.inputs.slots, layer);
         Ok(())
     }
 
     fn attention(
         &self,
+        step: &mut Step<'_>,
         qkv: View<'_, f32>,
         shape: HeadShape,
-        batch: &AttentionBatch<'_>,
+        scores: AttentionScores,
         cache: KvLayer<'_>,
         out: ViewMut<'_, f32>,
     ) -> Result<(), DeviceError> {
+        assert_eq!(step.inputs.heads, shape, "the step's heads");
         let layer = (slice(&cache.keys), slice(&cache.values), cache.shape);
+        let batch = attention::Batch { spans: step.inputs.spans, scores };
         let call = attention::Attention::new(slice(&qkv), shape, batch, layer, slice_mut(out));
         call.compute(self.simd, &self.pool, &self.scratches);
         Ok(())
@@ -219,11 +245,13 @@ impl Device for CpuDevice {
 
     fn gather_rows(
         &self,
+        step: &Step<'_>,
         x: View<'_, f32>,
         dim: usize,
-        rows: &[u32],
+        wanted: Range<usize>,
         out: ViewMut<'_, f32>,
     ) -> Result<(), DeviceError> {
+        let rows = &step.inputs.logit_rows[wanted];
         let (x, out) = (slice(&x), slice_mut(out));
         assert_eq!(out.len(), rows.len() * dim, "a row for each index");
         rows::fill_rows(&self.pool, out, dim, &|row, out| {
@@ -232,8 +260,8 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    fn copy_blocks(&self, cache: KvLayerMut<'_>, copies: &[(u32, u32)]) -> Result<(), DeviceError> {
-        kv::copy_blocks((slice_mut(cache.keys), slice_mut(cache.values), cache.shape), copies);
+    fn copy_blocks(&self, step: &Step<'_>, cache: KvLayerMut<'_>) -> Result<(), DeviceError> {
+        kv::copy_blocks((slice_mut(cache.keys), slice_mut(cache.values), cache.shape), step.inputs.copies);
         Ok(())
     }
 

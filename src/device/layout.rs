@@ -28,7 +28,7 @@ pub(crate) struct Vector<'a> {
 
 /// The columns of a fused `qkv` row: `q_heads`, then `kv_heads` keys, then `kv_heads` values, each of
 /// `head_dim`. `q_heads` is a multiple of `kv_heads` (GQA, Ainslie et al. 2023).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct HeadShape {
     pub(crate) q_heads: usize,
     pub(crate) kv_heads: usize,
@@ -55,8 +55,8 @@ pub(crate) struct QkNorm<'a> {
     pub(crate) eps: f32,
 }
 
-/// Cosines and sines of this step's rows, each `[rows, head_dim / 2]`; attention scaling included.
-#[derive(Debug, Clone, Copy)]
+/// Cosines and sines of a step's rows, each `[rows, head_dim / 2]`; attention scaling included.
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct RopeAngles<'a> {
     pub(crate) cos: &'a [f32],
     pub(crate) sin: &'a [f32],
@@ -113,10 +113,9 @@ pub(crate) struct AttentionSpan<'a> {
     pub(crate) block_table: &'a [u32],
 }
 
-/// One attention call over several sequences.
-#[derive(Debug)]
-pub(crate) struct AttentionBatch<'a> {
-    pub(crate) spans: &'a [AttentionSpan<'a>],
+/// How scores are made, and which keys a query sees.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AttentionScores {
     /// Multiplies the scores, usually `1 / sqrt(head_dim)`.
     pub(crate) scale: f32,
     /// Sliding window: a query at position `p` sees keys in `p - window < k <= p`.

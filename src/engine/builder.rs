@@ -7,15 +7,14 @@ use super::core::{Core, Limits};
 use super::state::{Carried, Discarded, Reservations, Sleeping};
 use super::{Awake, BuildError, Engine, Failed, SleepReport};
 use crate::device::cpu::{CpuDevice, CpuOptions};
+#[cfg(feature = "cuda")]
+use crate::device::cuda::{CudaDevice, CudaOptions};
 use crate::device::{Device, KvShape};
 use crate::kv::PrefixCache;
 use crate::model::{KvMemory, ModelConfig, Workspace};
 use crate::weights::{Checkpoint, DType, LoadOptions, Manifest, TensorSpec, WeightLayout, WeightSource};
 
 pub use crate::device::cpu::SimdPath;
-
-/// Rows of logits computed at a time, at most: they are the widest activation.
-const LOGIT_ROWS: usize = 32;
 
 /// How much the KV cache holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,6 +44,10 @@ pub struct EngineBuilder {
     simd: SimdPath,
     memory_limit_bytes: Option<u64>,
     seed: u64,
+    #[cfg(feature = "cuda")]
+    gpu: Option<u32>,
+    #[cfg(feature = "cuda")]
+    keep_parking_memory: bool,
 }
 
 #[derive(Debug)]
@@ -92,7 +95,28 @@ impl EngineBuilder {
             simd: SimdPath::Auto,
             memory_limit_bytes: None,
             seed: 0,
+            #[cfg(feature = "cuda")]
+            gpu: None,
+            #[cfg(feature = "cuda")]
+            keep_parking_memory: true,
         }
+    }
+
+    /// Runs on an NVIDIA GPU, by the number that the CUDA driver gives it, instead of the CPU. It needs a driver
+    /// for CUDA 13.0 or later and compute capability 8.0 or more; no toolkit. The GPU is looked for when the
+    /// engine is built.
+    #[cfg(feature = "cuda")]
+    pub fn cuda(mut self, ordinal: u32) -> Self {
+        self.gpu = Some(ordinal);
+        self
+    }
+
+    /// Whether a GPU's engine keeps the pinned host memory that parked weights took, for the next sleep; default on,
+    /// as pinning takes longer than the copy. Without it the memory goes back to the system at each restore.
+    #[cfg(feature = "cuda")]
+    pub fn keep_parking_memory(mut self, keep: bool) -> Self {
+        self.keep_parking_memory = keep;
+        self
     }
 
     /// Weight dtype. Without it each tensor has the dtype it has in the checkpoint, or else the configuration
@@ -203,14 +227,22 @@ impl EngineBuilder {
             Model::Config(config) => (**config).clone(),
         };
         let manifest = self.manifest(&config)?;
+        let device = self.device()?;
+        self.build_on(device, config, manifest)
+    }
+
+    fn device(&self) -> Result<Arc<dyn Device>, BuildError> {
         let threads =
             self.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
-        let device: Arc<dyn Device> = Arc::new(CpuDevice::new(CpuOptions {
-            threads,
-            simd: self.simd,
-            memory_limit_bytes: self.memory_limit_bytes,
-        })?);
-        self.build_on(device, config, manifest)
+        let memory_limit_bytes = self.memory_limit_bytes;
+        #[cfg(feature = "cuda")]
+        if let Some(ordinal) = self.gpu {
+            let keep_parking_memory = self.keep_parking_memory;
+            let options = CudaOptions { ordinal, memory_limit_bytes, keep_parking_memory };
+            let host = CpuDevice::new(CpuOptions { threads, simd: self.simd, memory_limit_bytes: None })?;
+            return Ok(Arc::new(CudaDevice::open(options, host)?));
+        }
+        Ok(Arc::new(CpuDevice::new(CpuOptions { threads, simd: self.simd, memory_limit_bytes })?))
     }
 
     /// Builds on a device that is there already.
@@ -220,8 +252,9 @@ impl EngineBuilder {
         config: ModelConfig,
         manifest: Manifest,
     ) -> Result<Engine<Sleeping<Discarded>>, BuildError> {
+        device.check_heads(config.heads())?;
         let layout = WeightLayout::new(&config, &manifest, &*device)?;
-        let limits = self.limits(&config)?;
+        let limits = self.limits(&*device, &config)?;
         let kv_bytes = KvMemory::bytes(limits.kv, config.num_layers).ok_or(BuildError::InvalidOption {
             option: "kv_cache",
             value: limits.kv.num_blocks as u64,
@@ -230,12 +263,7 @@ impl EngineBuilder {
         let reserved = device.reserve("weights", layout.bytes)?;
         let reservations = Reservations {
             kv: device.reserve("KV cache", kv_bytes)?,
-            workspace: Workspace::reserve(
-                &*device,
-                &config,
-                limits.max_num_batched_tokens,
-                limits.logit_rows,
-            )?,
+            workspace: Workspace::reserve(&*device, &limits.workspace(&*device, &config))?,
         };
         let core = Core::new(device, config, manifest, layout, limits);
         let state = Sleeping {
@@ -284,7 +312,7 @@ impl EngineBuilder {
         Ok(Manifest::with_dtypes(config, |_| dtype))
     }
 
-    fn limits(&self, config: &ModelConfig) -> Result<Limits, BuildError> {
+    fn limits(&self, device: &dyn Device, config: &ModelConfig) -> Result<Limits, BuildError> {
         let mut kv = KvShape {
             num_blocks: 1,
             block_size: self.block_size,
@@ -328,7 +356,7 @@ impl EngineBuilder {
             max_model_len: max_model_len.min(kv_tokens),
             max_num_seqs: self.max_num_seqs,
             max_num_batched_tokens: self.max_num_batched_tokens,
-            logit_rows: LOGIT_ROWS.min(self.max_num_batched_tokens),
+            logit_rows: device.logit_rows().min(self.max_num_batched_tokens),
             prefix_cache: match (self.prefix_cache, self.prefix_cache_blocks) {
                 (false, _) => PrefixCache::Off,
                 (true, None) => PrefixCache::Unlimited,

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::device::{Device, KvShape};
+use crate::device::{Device, KvShape, StepLimits};
 use crate::kv::PrefixCache;
-use crate::model::{ModelConfig, Transformer};
+use crate::model::{ModelConfig, Transformer, WorkspaceShape};
 use crate::scheduler::SchedulerConfig;
 use crate::weights::{IntakeShape, Manifest, WeightLayout, WeightVersion};
 
@@ -20,6 +20,22 @@ pub(crate) struct Limits {
     pub(crate) seed: u64,
 }
 
+impl Limits {
+    /// Sizes of the activations.
+    pub(crate) fn workspace(&self, device: &dyn Device, config: &ModelConfig) -> WorkspaceShape {
+        let heads = config.heads();
+        let limits = StepLimits {
+            rows: self.max_num_batched_tokens,
+            spans: self.max_num_seqs.min(self.max_num_batched_tokens),
+            positions: self.max_model_len,
+            block_size: self.kv.block_size,
+            heads,
+            widest: config.hidden_size.max(config.intermediate_size).max(heads.q_width()),
+        };
+        WorkspaceShape::new(device, config, &limits, self.logit_rows)
+    }
+}
+
 /// The parts of an engine that no transition touches. Shared, so that a step needs no engine.
 #[derive(Debug)]
 pub(crate) struct Parts {
@@ -29,6 +45,7 @@ pub(crate) struct Parts {
     pub(crate) layout: Arc<WeightLayout>,
     pub(crate) transformer: Transformer,
     pub(crate) limits: Limits,
+    pub(crate) workspace: WorkspaceShape,
 }
 
 /// [`Parts`], and the numbers that only go up over the engine's life.
@@ -49,14 +66,16 @@ impl Core {
         layout: WeightLayout,
         limits: Limits,
     ) -> Self {
+        let workspace = limits.workspace(&*device, &config);
         let config = Arc::new(config);
         let parts = Parts {
-            transformer: Transformer::new(Arc::clone(&config)),
+            transformer: Transformer::new(&*device, Arc::clone(&config)),
             device,
             config,
             manifest: Arc::new(manifest),
             layout: Arc::new(layout),
             limits,
+            workspace,
         };
         Self { parts: Arc::new(parts), version_counter: 0, next_request: 0 }
     }

@@ -114,6 +114,10 @@ pub enum BuildError {
     /// The device refused.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// The GPU can't be used.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] crate::device::cuda::CudaError),
     /// The weights could not be loaded.
     #[error(transparent)]
     Load(#[from] LoadError),
@@ -150,6 +154,10 @@ pub enum SleepError {
         /// Bytes of the copy.
         needed_bytes: u64,
     },
+    /// The weights could not be copied from the device. Requests that the policy ended have ended, the others go
+    /// on.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 }
 
 /// Loaded weights could not be parked. They are loaded as before; parking may be tried again.
@@ -171,6 +179,9 @@ pub enum ParkError {
         /// Bytes of the copy.
         needed_bytes: u64,
     },
+    /// The weights could not be copied from the device. The engine has them loaded; nothing was done.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 }
 
 /// Weights could not be loaded. The engine sleeps as before; weights that were kept are still kept.

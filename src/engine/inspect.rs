@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::state::Resident;
 use super::{Engine, LoadError, State};
+use crate::device::{Arena, DeviceError, Transfer};
 use crate::weights::{
     Intake, LoadOptions, NoMemory, TensorDigest, TensorHasher, TensorSpec, WeightSource, WeightTensor,
     WeightVersion, WeightsDigest, read_rows,
@@ -46,6 +47,9 @@ pub enum VerifyError {
         /// Names of the tensors; at least one.
         tensors: Vec<String>,
     },
+    /// The device failed to give the weights back.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 }
 
 /// A tensor could not be read back. The engine is as it was.
@@ -67,6 +71,9 @@ pub enum TensorError {
         /// Version of the last whole weights.
         last: WeightVersion,
     },
+    /// The device failed to give the tensor back.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 }
 
 impl<S: Resident> Engine<S> {
@@ -83,7 +90,8 @@ impl<S: Resident> Engine<S> {
         let position = parts.manifest.position_read(name).ok_or_else(unknown)?;
         let tensor = &parts.manifest.tensors()[position];
         let mut data = vec![0; tensor.shape[0] * tensor.row_bytes()];
-        read_rows(&*parts.device, &parts.layout, arena, parts.layout.places[position], 0, &mut data);
+        let _transfer = Transfer(parts.device.clone());
+        read_rows(&*parts.device, &parts.layout, arena, parts.layout.places[position], 0, &mut data)?;
         Ok(WeightTensor { spec: TensorSpec { name: name.to_owned(), ..tensor.clone() }, data })
     }
 
@@ -105,15 +113,13 @@ impl<S: Resident> Engine<S> {
     /// [`VerifyError`].
     pub fn verify(&self) -> Result<VerifyReport, VerifyError> {
         let begin = Instant::now();
-        let (_, identity) =
+        let (arena, identity) =
             self.state.resident().map_err(|torn| VerifyError::Torn { last: torn.last.clone() })?;
         let manifest = &self.core.parts.manifest;
-        let positions = 0..manifest.tensors().len();
-        let mut block = Vec::new();
-        let differs = positions
-            .filter(|&position| self.digest(position, &mut block) != Some(identity.digests[position]));
-        let tensors: Vec<String> =
-            differs.map(|position| manifest.tensors()[position].name.clone()).collect();
+        let digests = self.digests(arena)?;
+        let all = manifest.tensors().iter().zip(digests).zip(identity.digests.iter());
+        let differ = all.filter(|((_, now), then)| now != *then);
+        let tensors: Vec<String> = differ.map(|((tensor, _), _)| tensor.name.clone()).collect();
         let version = identity.version.clone();
         match tensors.is_empty() {
             false => Err(VerifyError::Differs { version, tensors }),
@@ -126,10 +132,28 @@ impl<S: Resident> Engine<S> {
         }
     }
 
-    /// Digest of a tensor as it is in memory now, read back by way of `block`.
-    fn digest(&self, position: usize, block: &mut Vec<u8>) -> Option<TensorDigest> {
+    /// Digests of all tensors as they are in memory now.
+    fn digests(&self, arena: &Arena) -> Result<Vec<TensorDigest>, DeviceError> {
         let parts = &self.core.parts;
-        let (arena, _) = self.state.resident().ok()?;
+        #[cfg(feature = "cuda")]
+        if let Some(digests) =
+            crate::weights::resident_digests(&*parts.device, &parts.manifest, &parts.layout, arena)?
+        {
+            return Ok(digests);
+        }
+        let mut block = Vec::new();
+        let _transfer = Transfer(parts.device.clone());
+        (0..parts.manifest.tensors().len()).map(|position| self.digest(arena, position, &mut block)).collect()
+    }
+
+    /// Digest of a tensor as it is in memory now, read back by way of `block`.
+    fn digest(
+        &self,
+        arena: &Arena,
+        position: usize,
+        block: &mut Vec<u8>,
+    ) -> Result<TensorDigest, DeviceError> {
+        let parts = &self.core.parts;
         let tensor = &parts.manifest.tensors()[position];
         let row_bytes = tensor.row_bytes();
         let granule = parts.device.packed_rows();
@@ -139,10 +163,10 @@ impl<S: Resident> Engine<S> {
         for first_row in (0..tensor.shape[0]).step_by(block_rows) {
             let rows = block_rows.min(tensor.shape[0] - first_row);
             let block = &mut block[..rows * row_bytes];
-            read_rows(&*parts.device, &parts.layout, arena, parts.layout.places[position], first_row, block);
+            read_rows(&*parts.device, &parts.layout, arena, parts.layout.places[position], first_row, block)?;
             hasher.update_shared(block, &|count, work| parts.device.share_out(count, work));
         }
-        Some(hasher.finish())
+        Ok(hasher.finish())
     }
 }
 

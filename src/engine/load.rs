@@ -113,6 +113,7 @@ impl<W: Retention> Load<W> {
             open: arrived.open,
             receiving: arrived.receiving,
             commit: begin.elapsed(),
+            device: core.parts.device.memory(),
         };
         core.version_counter = report.version.counter;
         tracing::info!(?report, "weights loaded");
@@ -138,12 +139,11 @@ impl Engine<Sleeping<Kept>> {
         let (weights, taken_bytes) = match kept {
             KeptWeights::Resident(weights) => (weights, 0),
             KeptWeights::Parked { bytes, mut reserved, identity } => {
-                if let Err(error) = reserved.commit(bytes.len()) {
+                if let Err(error) = core.parts.device.commit_with(&mut reserved, bytes.as_slice()) {
                     let kept = Kept(KeptWeights::Parked { bytes, reserved, identity });
                     let state = Sleeping { weights: kept, reservations, carried, report: slept };
                     return Err(Failed::new(Engine { core, state }, error.into()));
                 }
-                core.parts.device.write_bytes(reserved.view_mut(0, bytes.len()), bytes.as_slice());
                 let layout = core.parts.layout.clone();
                 (ResidentWeights::new(reserved, layout, identity), bytes.len() as u64)
             }
@@ -159,6 +159,7 @@ impl Engine<Sleeping<Kept>> {
             open: std::time::Duration::ZERO,
             receiving: std::time::Duration::ZERO,
             commit: begin.elapsed(),
+            device: core.parts.device.memory(),
         };
         tracing::info!(?report, "weights restored");
         Ok(Engine::loaded(core, weights, reservations, carried, report))

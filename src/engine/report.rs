@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use crate::completion::RequestId;
+use crate::device::DeviceMemory;
 use crate::weights::{UpdateMode, WeightVersion};
 
-/// Device memory by part, bytes.
+/// Memory by part, bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryReport {
     /// Resident weights.
@@ -16,12 +17,22 @@ pub struct MemoryReport {
     pub kv_cache_bytes: u64,
     /// Activations and logits.
     pub workspace_bytes: u64,
+    /// Host memory that a GPU's engine keeps pinned: buffers for copies, and what parked weights took at the last
+    /// sleep. Other engines have none.
+    pub staging_bytes: u64,
+    /// GPU memory for rows of weights on their way in or out; none while an engine sleeps. Other engines have none.
+    pub device_bytes: u64,
 }
 
 impl MemoryReport {
     /// Sum of all parts.
     pub fn total_bytes(&self) -> u64 {
-        self.weights_bytes + self.parked_bytes + self.kv_cache_bytes + self.workspace_bytes
+        self.weights_bytes
+            + self.parked_bytes
+            + self.kv_cache_bytes
+            + self.workspace_bytes
+            + self.staging_bytes
+            + self.device_bytes
     }
 }
 
@@ -56,6 +67,8 @@ pub struct SleepReport {
     pub park: Duration,
     /// Time to give the memory back.
     pub free: Duration,
+    /// The device's memory after it, as the device counts; nothing if it is the host's.
+    pub device: Option<DeviceMemory>,
 }
 
 /// What a load or a restore did.
@@ -81,6 +94,8 @@ pub struct LoadReport {
     pub receiving: Duration,
     /// Time to make the weights current (or to copy parked ones back).
     pub commit: Duration,
+    /// The device's memory after it, as the device counts; nothing if it is the host's.
+    pub device: Option<DeviceMemory>,
 }
 
 /// What an update did.
@@ -107,6 +122,8 @@ pub struct UpdateReport {
     pub receiving: Duration,
     /// Time to make the weights current.
     pub commit: Duration,
+    /// The device's memory after it, as the device counts; nothing if it is the host's.
+    pub device: Option<DeviceMemory>,
 }
 
 /// What a wake did.
@@ -122,6 +139,8 @@ pub struct WakeReport {
     pub resumed: Vec<RequestId>,
     /// Time to take the memory and build the scheduler.
     pub wake: Duration,
+    /// The device's memory after it, as the device counts; nothing if it is the host's.
+    pub device: Option<DeviceMemory>,
 }
 
 /// A snapshot of an awake engine.

@@ -1,5 +1,6 @@
 //! Awake → Sleeping: settle the requests, drop KV and prefix index, keep or discard the weights.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tracing::info_span;
@@ -11,6 +12,7 @@ use super::state::{Awake, Carried, Discarded, Kept, KeptWeights, Reservations, S
 use super::{Engine, Failed, ParkError, Retention, SleepError};
 use crate::completion::RequestOutput;
 use crate::device::cpu::HostBuffer;
+use crate::device::{Device, DeviceError};
 use crate::weights::ResidentWeights;
 
 /// Where kept weights are while the engine sleeps.
@@ -100,22 +102,37 @@ impl Engine<Awake> {
         take: impl FnOnce(&mut Carried),
     ) -> Result<Engine<Sleeping<Kept>>, Failed<Awake, SleepError>> {
         let _span = info_span!("sleep", weights = ?options.weights, in_flight = ?options.in_flight).entered();
-        // What can fail for want of memory comes before anything is undone. The copy itself waits until the
-        // requests are settled and the KV cache is gone: its pages are touched by then only.
-        let parked = match options.weights {
+        // What can fail comes before anything is undone. A copy within host memory can't, so it waits until the
+        // KV cache is gone: its pages are touched by then only.
+        let mut parked = match options.weights {
             KeepWeights::Resident => None,
-            KeepWeights::Parked => match reserve_host(&self.state.weights) {
+            KeepWeights::Parked => match reserve_host(&self.core, &self.state.weights) {
                 Ok(bytes) => Some(bytes),
                 Err(needed_bytes) => return Err(Failed::new(self, SleepError::Park { needed_bytes })),
             },
         };
-        let (core, parts) = self.fall_asleep(options.in_flight)?;
+        let device = Arc::clone(&self.core.parts.device);
+        let mut copied = Duration::ZERO;
+        let (core, parts) = self.fall_asleep(options.in_flight, |weights| match &mut parked {
+            Some(bytes) if !device.shares_host_memory() => {
+                copied = copy(&*device, weights, bytes)?;
+                Ok(())
+            }
+            _ => Ok(()),
+        })?;
         let FellAsleep { weights, reservations, mut carried, mut report } = parts;
         take(&mut carried);
         let kept = match parked {
             None => KeptWeights::Resident(weights),
-            Some(bytes) => park(&core, weights, bytes, &mut report),
+            Some(mut bytes) => {
+                if device.shares_host_memory() {
+                    copied = copy(&*device, &weights, &mut bytes).expect("the copy is within host memory");
+                }
+                report.park = copied;
+                park(weights, bytes, &mut report)
+            }
         };
+        report.device = core.parts.device.memory();
         tracing::info!(?report, "asleep");
         let state = Sleeping { weights: Kept(kept), reservations, carried, report };
         Ok(Engine { core, state })
@@ -141,26 +158,34 @@ impl Engine<Awake> {
     ) -> Result<Engine<Sleeping<Discarded>>, Failed<Awake, SleepError>> {
         let _span = info_span!("sleep_discarding", in_flight = ?options.in_flight).entered();
         let (core, FellAsleep { weights, reservations, mut carried, mut report }) =
-            self.fall_asleep(options.in_flight)?;
+            self.fall_asleep(options.in_flight, |_| Ok(()))?;
         take(&mut carried);
         let begin = Instant::now();
         let last = Some(weights.version().clone());
         let (reserved, freed) = weights.release();
         report.freed.weights_bytes = freed as u64;
         report.free += begin.elapsed();
+        report.device = core.parts.device.memory();
         tracing::info!(?report, "asleep");
         let state = Sleeping { weights: Discarded { reserved, last }, reservations, carried, report };
         Ok(Engine { core, state })
     }
 
-    /// Settles the requests and frees what only an awake engine has.
-    fn fall_asleep(self, in_flight: InFlight) -> Result<(Core, FellAsleep), Failed<Awake, SleepError>> {
+    /// Settles the requests, does what has to be done while all is there, and frees what only an awake engine
+    /// has.
+    fn fall_asleep(
+        self,
+        in_flight: InFlight,
+        before: impl FnOnce(&ResidentWeights) -> Result<(), DeviceError>,
+    ) -> Result<(Core, FellAsleep), Failed<Awake, SleepError>> {
         let begin = Instant::now();
         let (mut core, state) = self.into_parts();
         let Awake { weights, shared, report } = state;
         let (mut mailbox, mut executor) = shared.into_parts();
         let mut serving = Serving { mailbox: &mut mailbox, executor: &mut executor };
-        let settled = match settle(&mut serving, &weights, in_flight, begin) {
+        let settled = settle(&mut serving, &weights, in_flight, begin)
+            .and_then(|settled| Ok(before(&weights).map(|()| settled)?));
+        let settled = match settled {
             Ok(settled) => settled,
             Err(error) => {
                 let shared = Shared::new(mailbox, executor);
@@ -215,15 +240,21 @@ impl Engine<WeightsLoaded> {
                 return Err(Failed::new(Engine { core, state }, ParkError::Torn { last }));
             }
         };
-        let bytes = match reserve_host(&weights) {
-            Ok(bytes) => bytes,
-            Err(needed_bytes) => {
+        let device = &*core.parts.device;
+        let copied = reserve_host(&core, &weights)
+            .map_err(|needed_bytes| ParkError::NoHostMemory { needed_bytes })
+            .and_then(|mut bytes| Ok((copy(device, &weights, &mut bytes)?, bytes)));
+        let (park_time, bytes) = match copied {
+            Ok(copied) => copied,
+            Err(error) => {
                 let engine = Engine::loaded(core, weights, reservations, carried, loaded);
-                return Err(Failed::new(engine, ParkError::NoHostMemory { needed_bytes }));
+                return Err(Failed::new(engine, error));
             }
         };
-        let mut report = SleepReport { version: Some(weights.version().clone()), ..SleepReport::default() };
-        let kept = Kept(park(&core, weights, bytes, &mut report));
+        let version = Some(weights.version().clone());
+        let mut report = SleepReport { version, park: park_time, ..SleepReport::default() };
+        let kept = Kept(park(weights, bytes, &mut report));
+        report.device = core.parts.device.memory();
         tracing::info!(?report, "asleep");
         Ok(Engine { core, state: Sleeping { weights: kept, reservations, carried, report } })
     }
@@ -236,12 +267,13 @@ impl Engine<WeightsLoaded> {
         let (core, WeightsLoaded { weights, reservations, carried, .. }) = self.into_parts();
         let last = weights.last_version().clone();
         let (reserved, freed) = weights.release();
-        let report = SleepReport {
+        let mut report = SleepReport {
             version: Some(last.clone()),
             freed: MemoryReport { weights_bytes: freed as u64, ..MemoryReport::default() },
             free: begin.elapsed(),
             ..SleepReport::default()
         };
+        report.device = core.parts.device.memory();
         tracing::info!(?report, "asleep");
         let weights = Discarded { reserved, last: Some(last) };
         Engine { core, state: Sleeping { weights, reservations, carried, report } }
@@ -269,12 +301,13 @@ impl Engine<Sleeping<Kept>> {
                 reserved
             }
         };
-        let report = SleepReport {
+        let mut report = SleepReport {
             version: Some(last.clone()),
             freed,
             free: begin.elapsed(),
             ..SleepReport::default()
         };
+        report.device = core.parts.device.memory();
         tracing::info!(?report, "weights discarded");
         let weights = Discarded { reserved, last: Some(last) };
         Engine { core, state: Sleeping { weights, reservations, carried, report } }
@@ -289,21 +322,24 @@ struct FellAsleep {
 }
 
 /// Reserves host memory for a copy of the weights; nothing is touched yet. An error is the bytes it takes.
-fn reserve_host(weights: &ResidentWeights) -> Result<HostBuffer, u64> {
+fn reserve_host(core: &Core, weights: &ResidentWeights) -> Result<HostBuffer, u64> {
     let needed = weights.bytes();
-    HostBuffer::new("parked weights", needed).map_err(|_| needed as u64)
+    core.parts.device.host_buffer("parked weights", needed).map_err(|_| needed as u64)
 }
 
-/// Copies the weights into the host memory reserved for them and gives the device's back.
-fn park(
-    core: &Core,
-    weights: ResidentWeights,
-    mut bytes: HostBuffer,
-    report: &mut SleepReport,
-) -> KeptWeights {
+/// Copies the weights into the host memory reserved for them; returns the time it took.
+fn copy(
+    device: &dyn Device,
+    weights: &ResidentWeights,
+    bytes: &mut HostBuffer,
+) -> Result<Duration, DeviceError> {
     let begin = Instant::now();
-    weights.read(&*core.parts.device, bytes.as_mut_slice());
-    report.park = begin.elapsed();
+    weights.read(device, bytes.as_mut_slice())?;
+    Ok(begin.elapsed())
+}
+
+/// Gives the device's memory back, of which there is a copy.
+fn park(weights: ResidentWeights, bytes: HostBuffer, report: &mut SleepReport) -> KeptWeights {
     let begin = Instant::now();
     let identity = weights.identity().clone();
     let (reserved, freed) = weights.release();

@@ -1,6 +1,14 @@
 //! Tests of what only the crate can see: faults of the device, addresses, accounting.
 
 mod control;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(feature = "cuda")]
+mod cuda_sampling;
+#[cfg(feature = "cuda")]
+mod cuda_ways;
+#[cfg(feature = "cuda")]
+mod device_check;
 mod faults;
 mod faulty;
 mod updates;
@@ -60,13 +68,21 @@ fn cpu() -> CpuDevice {
 }
 
 fn build_on(device: Arc<dyn Device>) -> Result<Engine<Sleeping<Discarded>>, super::BuildError> {
+    build_in_chunks(device, 24)
+}
+
+/// With steps of so many tokens at most.
+fn build_in_chunks(
+    device: Arc<dyn Device>,
+    tokens: usize,
+) -> Result<Engine<Sleeping<Discarded>>, super::BuildError> {
     let config = ModelConfig::from_json(CONFIG).unwrap();
     let manifest = Manifest::new(&config, DType::F32);
     EngineBuilder::from_config(config.clone())
         .dtype(DType::F32)
         .kv_cache(KvCapacity::Blocks(32))
         .block_size(4)
-        .max_num_batched_tokens(24)
+        .max_num_batched_tokens(tokens)
         .build_on(device, config, manifest)
 }
 

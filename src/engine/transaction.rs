@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::CommitError;
 use super::core::Core;
+use crate::device::Transfer;
 use crate::weights::{Identity, Intake, PushError, Received, WeightVersion};
 
 /// Weights that come in for one version.
@@ -15,6 +16,7 @@ pub(super) struct Transaction {
     counter: u64,
     begun: Instant,
     pub(super) receiving: Duration,
+    _transfer: Transfer,
 }
 
 /// What a transaction took in, under the version it is to have.
@@ -31,7 +33,8 @@ pub(super) struct Arrived {
 impl Transaction {
     pub(super) fn new(core: &Core, intake: Intake, label: Option<Arc<str>>) -> Self {
         let counter = core.version_counter + 1;
-        Self { intake, label, counter, begun: Instant::now(), receiving: Duration::ZERO }
+        let transfer = Transfer(core.parts.device.clone());
+        Self { intake, label, counter, begun: Instant::now(), receiving: Duration::ZERO, _transfer: transfer }
     }
 
     /// Runs a push.
@@ -100,6 +103,19 @@ macro_rules! forward_pushes {
                 let $this = self;
                 let memory = $memory;
                 $this.transaction.push(|intake| intake.push_bucket(memory, bucket))
+            }
+
+            /// Takes all pieces of a bucket on the engine's GPU, without a detour over the host. Names, shapes and
+            /// dtypes of all are checked before the first is stored. When this returns, successful or not, the bucket's
+            /// memory is no longer looked at and nothing of it is open: its owner may overwrite it.
+            ///
+            /// # Errors
+            /// [`PushError`](crate::PushError); the transaction is over.
+            #[cfg(feature = "cuda")]
+            pub fn push_gpu_bucket(&mut self, bucket: &crate::GpuBucket) -> Result<(), crate::PushError> {
+                let $this = self;
+                let memory = $memory;
+                $this.transaction.push(|intake| intake.push_gpu_bucket(memory, bucket))
             }
 
             /// Takes every tensor of a source. All faults of its index are found before anything is read.

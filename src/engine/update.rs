@@ -11,8 +11,8 @@ use super::transaction::{Transaction, forward_pushes};
 use super::{BeginError, CommitError, Engine, UpdateError};
 use crate::device::{Arena, share_chunks};
 use crate::weights::{
-    Delta, Intake, LoadedWeights, LoraAdapter, Memory, PreparedDelta, PushError, UpdateMode, UpdateOptions,
-    WeightSource, copy_unwanted, read_rows,
+    Delta, Intake, LoadedWeights, LoraAdapter, Memory, PreparedDelta, PushError, TransferError, UpdateMode,
+    UpdateOptions, WeightSource, copy_unwanted, read_rows,
 };
 
 /// Bytes of resident weights that a change is merged into at a time.
@@ -80,7 +80,7 @@ impl Engine<WeightsLoaded> {
                 let mut staged = self.core.stage(&load).map_err(BeginError::beside_current)?;
                 if let Some((wanted, _)) = &wanted {
                     let parts = &self.core.parts;
-                    copy_unwanted(&*parts.device, &parts.layout, wanted, weights.arena(), &mut staged);
+                    copy_unwanted(&*parts.device, &parts.layout, wanted, weights.arena(), &mut staged)?;
                 }
                 Some(staged)
             }
@@ -219,7 +219,14 @@ impl Update<'_> {
             let rows = block_rows.min(tensor.shape[0] - first_row);
             let block = &mut block[..rows * row_bytes];
             let arena = self.engine.state.weights.arena();
-            read_rows(&*parts.device, &parts.layout, arena, parts.layout.places[position], first_row, block);
+            let place = parts.layout.places[position];
+            let read = read_rows(&*parts.device, &parts.layout, arena, place, first_row, block);
+            self.transaction.push(|intake| {
+                read.map_err(|error| {
+                    intake.fail();
+                    TransferError::from(error).into()
+                })
+            })?;
             merge_shared(&parts, &delta, first_row, row_bytes, block);
             let memory = memory(&mut self.staged, &mut self.engine.state.weights);
             let offset = first_row * row_bytes;
@@ -264,6 +271,7 @@ impl Update<'_> {
             open: arrived.open,
             receiving: arrived.receiving,
             commit: begin.elapsed(),
+            device: engine.core.parts.device.memory(),
         };
         tracing::info!(?report, "weights updated");
         Ok(report)

@@ -50,6 +50,7 @@ impl Engine<WeightsLoaded> {
             taken: executor.memory(),
             resumed: executor.live_requests(),
             wake: begin.elapsed(),
+            device: core.parts.device.memory(),
         };
         tracing::info!(?report, "awake");
         Ok(Engine { core, state: Awake { weights, shared: Shared::new(mailbox, executor), report } })
@@ -67,8 +68,7 @@ fn commit(
         Ok(kv) => kv,
         Err((kv, error)) => return Err((Reservations { kv, workspace }, error)),
     };
-    let rows = parts.limits.max_num_batched_tokens;
-    match Workspace::commit(workspace, &parts.config, rows, parts.limits.logit_rows) {
+    match Workspace::commit(workspace, parts.workspace) {
         Ok(workspace) => Ok((kv, workspace)),
         Err((workspace, error)) => Err((Reservations { kv: kv.release().0, workspace }, error)),
     }

@@ -1,6 +1,8 @@
 //! Memory that exists only while the engine is awake: the KV cache's blocks and the activations.
 
-use crate::device::{Arena, Device, DeviceError, KvLayer, KvLayerMut, KvShape, ViewMut};
+use crate::device::{
+    Arena, Device, DeviceError, KvLayer, KvLayerMut, KvShape, StepBytes, StepLimits, ViewMut,
+};
 
 use super::ModelConfig;
 
@@ -62,9 +64,12 @@ impl KvMemory {
     }
 }
 
+/// Buffers begin at multiples of so many elements: of 256 bytes.
+const BUFFER_ALIGNMENT: usize = 64;
+
 /// Sizes of the activations, in elements.
 #[derive(Debug, Clone, Copy)]
-struct WorkspaceShape {
+pub(crate) struct WorkspaceShape {
     /// Tokens of one step.
     rows: usize,
     /// Rows of logits at a time.
@@ -74,25 +79,39 @@ struct WorkspaceShape {
     attention: usize,
     gate_up: usize,
     vocab: usize,
+    /// What the device needs beside.
+    step: StepBytes,
 }
 
 impl WorkspaceShape {
-    fn new(config: &ModelConfig, rows: usize, logit_rows: usize) -> Self {
+    /// For steps of at most that size.
+    pub(crate) fn new(
+        device: &dyn Device,
+        config: &ModelConfig,
+        limits: &StepLimits,
+        logit_rows: usize,
+    ) -> Self {
         let heads = config.heads();
         Self {
-            rows,
+            rows: limits.rows,
             logit_rows,
             hidden: config.hidden_size,
             qkv: heads.width(),
             attention: heads.q_width(),
             gate_up: 2 * config.intermediate_size,
             vocab: config.vocab_size,
+            step: device.step_bytes(limits),
         }
     }
 
+    /// Bytes of all buffers.
+    pub(crate) fn bytes(&self) -> usize {
+        self.parts().iter().sum::<usize>() * size_of::<f32>()
+    }
+
     /// Elements of each buffer, in the order of [`Buffers`].
-    fn parts(&self) -> [usize; 8] {
-        [
+    fn parts(&self) -> [usize; 10] {
+        let parts = [
             self.rows * self.hidden,
             self.rows * self.hidden,
             self.rows * self.qkv,
@@ -101,7 +120,10 @@ impl WorkspaceShape {
             self.rows * self.gate_up / 2,
             self.logit_rows * self.hidden,
             self.logit_rows * self.vocab,
-        ]
+            self.step.inputs.div_ceil(size_of::<f32>()),
+            self.step.scratch.div_ceil(size_of::<f32>()),
+        ];
+        parts.map(|elements| elements.next_multiple_of(BUFFER_ALIGNMENT))
     }
 }
 
@@ -126,29 +148,15 @@ pub(crate) struct Buffers<'a> {
 }
 
 impl Workspace {
-    /// Reserves the range for steps of up to `rows` tokens.
-    pub(crate) fn reserve(
-        device: &dyn Device,
-        config: &ModelConfig,
-        rows: usize,
-        logit_rows: usize,
-    ) -> Result<Arena, DeviceError> {
-        device.reserve("activations", Self::bytes(config, rows, logit_rows))
-    }
-
-    fn bytes(config: &ModelConfig, rows: usize, logit_rows: usize) -> usize {
-        WorkspaceShape::new(config, rows, logit_rows).parts().iter().sum::<usize>() * size_of::<f32>()
+    /// Reserves the range.
+    pub(crate) fn reserve(device: &dyn Device, shape: &WorkspaceShape) -> Result<Arena, DeviceError> {
+        device.reserve("activations", shape.bytes())
     }
 
     /// Commits the buffers in their reserved range; on an error the range comes back as it was.
-    pub(crate) fn commit(
-        mut reserved: Arena,
-        config: &ModelConfig,
-        rows: usize,
-        logit_rows: usize,
-    ) -> Result<Self, (Arena, DeviceError)> {
-        match reserved.commit(Self::bytes(config, rows, logit_rows)) {
-            Ok(()) => Ok(Self { arena: reserved, shape: WorkspaceShape::new(config, rows, logit_rows) }),
+    pub(crate) fn commit(mut reserved: Arena, shape: WorkspaceShape) -> Result<Self, (Arena, DeviceError)> {
+        match reserved.commit(shape.bytes()) {
+            Ok(()) => Ok(Self { arena: reserved, shape }),
             Err(error) => Err((reserved, error)),
         }
     }
@@ -162,7 +170,8 @@ impl Workspace {
         self.shape.logit_rows
     }
 
-    pub(crate) fn buffers(&mut self) -> Buffers<'_> {
+    /// The buffers, and the step's memory for its inputs and its scratch memory.
+    pub(crate) fn buffers(&mut self) -> (Buffers<'_>, ViewMut<'_, u8>, ViewMut<'_, u8>) {
         let parts = self.shape.parts();
         let rest = self.arena.view_mut(0, parts.iter().sum());
         let (hidden, rest) = rest.split_at(parts[0]);
@@ -171,8 +180,11 @@ impl Workspace {
         let (attention, rest) = rest.split_at(parts[3]);
         let (gate_up, rest) = rest.split_at(parts[4]);
         let (activated, rest) = rest.split_at(parts[5]);
-        let (last, logits) = rest.split_at(parts[6]);
-        Buffers { hidden, normed, qkv, attention, gate_up, activated, last, logits }
+        let (last, rest) = rest.split_at(parts[6]);
+        let (logits, rest) = rest.split_at(parts[7]);
+        let (memory, scratch) = rest.split_at(parts[8]);
+        let buffers = Buffers { hidden, normed, qkv, attention, gate_up, activated, last, logits };
+        (buffers, memory.into_bytes(), scratch.into_bytes())
     }
 
     /// Gives the memory back and keeps the address range.

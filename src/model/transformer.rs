@@ -9,7 +9,8 @@ use std::sync::Arc;
 use super::memory::Buffers;
 use super::{KvMemory, ModelConfig, Workspace};
 use crate::device::{
-    AttentionBatch, AttentionSpan, Device, DeviceError, HeadShape, Output, RopeAngles, View,
+    AttentionScores, AttentionSpan, Device, DeviceError, HeadShape, LogitsReader, Output, Recorder,
+    RopeAngles, Step, StepInputs,
 };
 use crate::weights::ResidentWeights;
 
@@ -48,16 +49,18 @@ pub(crate) struct Transformer {
     inv_freq: Vec<f32>,
     /// Multiplies cosines and sines (YaRN's attention factor; 1 elsewhere).
     rope_scale: f32,
+    recorder: Box<dyn Recorder>,
 }
 
 impl Transformer {
-    pub(crate) fn new(config: Arc<ModelConfig>) -> Self {
+    /// Of an engine on this device.
+    pub(crate) fn new(device: &dyn Device, config: Arc<ModelConfig>) -> Self {
         let (inv_freq, rope_scale) = config.rope_inv_freq();
-        Self { heads: config.heads(), inv_freq, rope_scale, config }
+        Self { heads: config.heads(), inv_freq, rope_scale, recorder: device.recorder(), config }
     }
 
-    /// Runs a step: writes the batch's keys and values into `kv` and hands the logits of each of
-    /// `batch.logit_rows`, by its index there, to `on_logits`, on several threads at once.
+    /// Runs a step: writes the batch's keys and values into `kv` and has `reader` take in the logits of each of
+    /// `batch.logit_rows`, by its index there.
     ///
     /// # Errors
     /// The device's; the slots of this batch are then unspecified, all others untouched.
@@ -68,37 +71,49 @@ impl Transformer {
         kv: &mut KvMemory,
         workspace: &mut Workspace,
         batch: &Batch,
-        on_logits: &(dyn Fn(usize, &[f32]) + Sync),
+        reader: &dyn LogitsReader,
     ) -> Result<(), DeviceError> {
         let (cos, sin) = self.angles(&batch.positions);
-        let angles = RopeAngles { cos: &cos, sin: &sin };
+        let spans: Vec<AttentionSpan<'_>> = batch.spans.iter().map(BatchSpan::as_attention).collect();
+        let inputs = StepInputs {
+            tokens: &batch.tokens,
+            slots: &batch.slots,
+            heads: self.heads,
+            angles: RopeAngles { cos: &cos, sin: &sin },
+            spans: &spans,
+            logit_rows: &batch.logit_rows,
+            copies: &batch.copies,
+        };
         let logit_rows = workspace.logit_rows();
-        let mut buffers = workspace.buffers();
-        let hidden = buffers.hidden.slice(0, batch.tokens.len() * self.config.hidden_size);
-        device.embed(weights.embedding(), &batch.tokens, hidden)?;
-        for layer in 0..self.config.num_layers {
-            if !batch.copies.is_empty() {
-                device.copy_blocks(kv.layer_mut(layer), &batch.copies)?;
+        let (mut buffers, memory, scratch) = workspace.buffers();
+        let mut step = Step { inputs, memory, scratch };
+        device.begin_step(&mut step)?;
+        self.recorder.run(&mut step, &mut |step| {
+            let hidden = buffers.hidden.slice(0, batch.tokens.len() * self.config.hidden_size);
+            device.embed(step, weights.embedding(), hidden)?;
+            for layer in 0..self.config.num_layers {
+                if !batch.copies.is_empty() {
+                    device.copy_blocks(step, kv.layer_mut(layer))?;
+                }
+                self.attention(device, weights, kv, &mut buffers, step, layer)?;
+                self.mlp(device, weights, &mut buffers, step, layer)?;
             }
-            self.attention(device, weights, kv, &mut buffers, batch, angles, layer)?;
-            self.mlp(device, weights, &mut buffers, batch.tokens.len(), layer)?;
-        }
-        self.logits(device, weights, &mut buffers, batch, logit_rows, on_logits)
+            Ok(())
+        })?;
+        self.logits(device, weights, &mut buffers, &mut step, logit_rows, reader)
     }
 
     /// `hidden += o(attention(rope(qkv(norm(hidden)))))`
-    #[expect(clippy::too_many_arguments, reason = "the parts of a step, each used once")]
     fn attention(
         &self,
         device: &dyn Device,
         weights: &ResidentWeights,
         kv: &mut KvMemory,
         buffers: &mut Buffers<'_>,
-        batch: &Batch,
-        angles: RopeAngles<'_>,
+        step: &mut Step<'_>,
         layer: usize,
     ) -> Result<(), DeviceError> {
-        let rows = batch.tokens.len();
+        let rows = step.inputs.tokens.len();
         let layer_weights = weights.layer(layer, self.config.rms_norm_eps);
         let mut hidden = buffers.hidden.slice(0, rows * self.config.hidden_size);
         let mut normed = buffers.normed.slice(0, rows * self.config.hidden_size);
@@ -108,22 +123,23 @@ impl Transformer {
         let eps = self.config.rms_norm_eps;
         device.rms_norm(hidden.as_view(), layer_weights.input_norm, eps, normed.slice(0, normed.len()))?;
         device.matmul(
+            step,
             normed.as_view(),
             layer_weights.qkv,
             layer_weights.qkv_bias,
             Output::Store,
             qkv.slice(0, qkv.len()),
         )?;
-        device.rope(qkv.slice(0, qkv.len()), self.heads, layer_weights.qk_norm, angles)?;
-        device.store_kv(qkv.as_view(), self.heads, &batch.slots, kv.layer_mut(layer))?;
-        let spans: Vec<AttentionSpan<'_>> = batch.spans.iter().map(BatchSpan::as_attention).collect();
-        let attention = AttentionBatch {
-            spans: &spans,
+        device.rope(step, qkv.slice(0, qkv.len()), self.heads, layer_weights.qk_norm)?;
+        device.store_kv(step, qkv.as_view(), self.heads, kv.layer_mut(layer))?;
+        let scores = AttentionScores {
             scale: 1.0 / (self.heads.head_dim as f32).sqrt(),
             window: self.config.sliding_windows[layer],
         };
-        device.attention(qkv.as_view(), self.heads, &attention, kv.layer(layer), out.slice(0, out.len()))?;
+        let whole = out.len();
+        device.attention(step, qkv.as_view(), self.heads, scores, kv.layer(layer), out.slice(0, whole))?;
         device.matmul(
+            step,
             out.as_view(),
             layer_weights.o,
             layer_weights.o_bias,
@@ -138,9 +154,10 @@ impl Transformer {
         device: &dyn Device,
         weights: &ResidentWeights,
         buffers: &mut Buffers<'_>,
-        rows: usize,
+        step: &mut Step<'_>,
         layer: usize,
     ) -> Result<(), DeviceError> {
+        let rows = step.inputs.tokens.len();
         let width = self.config.intermediate_size;
         let eps = self.config.rms_norm_eps;
         let layer = weights.layer(layer, eps);
@@ -151,6 +168,7 @@ impl Transformer {
 
         device.rms_norm(hidden.as_view(), layer.post_norm, eps, normed.slice(0, normed.len()))?;
         device.matmul(
+            step,
             normed.as_view(),
             layer.gate_up,
             layer.gate_up_bias,
@@ -159,6 +177,7 @@ impl Transformer {
         )?;
         device.silu_mul(gate_up.as_view(), width, activated.slice(0, activated.len()))?;
         device.matmul(
+            step,
             activated.as_view(),
             layer.down,
             layer.down_bias,
@@ -173,27 +192,31 @@ impl Transformer {
         device: &dyn Device,
         weights: &ResidentWeights,
         buffers: &mut Buffers<'_>,
-        batch: &Batch,
+        step: &mut Step<'_>,
         rows_at_a_time: usize,
-        on_logits: &(dyn Fn(usize, &[f32]) + Sync),
+        reader: &dyn LogitsReader,
     ) -> Result<(), DeviceError> {
         let (dim, vocab) = (self.config.hidden_size, self.config.vocab_size);
-        let hidden = buffers.hidden.as_view().slice(0, batch.tokens.len() * dim);
-        for (group, rows) in batch.logit_rows.chunks(rows_at_a_time).enumerate() {
-            let mut last = buffers.last.slice(0, rows.len() * dim);
-            let mut normed = buffers.normed.slice(0, rows.len() * dim);
-            let mut logits = buffers.logits.slice(0, rows.len() * vocab);
-            device.gather_rows(hidden, dim, rows, last.slice(0, last.len()))?;
+        let hidden = buffers.hidden.as_view().slice(0, step.inputs.tokens.len() * dim);
+        let wanted = step.inputs.logit_rows.len();
+        for first in (0..wanted).step_by(rows_at_a_time) {
+            let rows = rows_at_a_time.min(wanted - first);
+            let mut last = buffers.last.slice(0, rows * dim);
+            let mut normed = buffers.normed.slice(0, rows * dim);
+            let mut logits = buffers.logits.slice(0, rows * vocab);
+            device.gather_rows(step, hidden, dim, first..first + rows, last.slice(0, last.len()))?;
             let eps = self.config.rms_norm_eps;
             device.rms_norm(last.as_view(), weights.final_norm(), eps, normed.slice(0, normed.len()))?;
             let whole = logits.len();
-            device.matmul(normed.as_view(), weights.head(), None, Output::Store, logits.slice(0, whole))?;
-            let logits: View<'_, f32> = logits.as_view();
-            device.with_host(logits, &mut |values| {
-                device.share_out(rows.len(), &|row| {
-                    on_logits(group * rows_at_a_time + row, &values[row * vocab..][..vocab]);
-                });
-            })?;
+            device.matmul(
+                step,
+                normed.as_view(),
+                weights.head(),
+                None,
+                Output::Store,
+                logits.slice(0, whole),
+            )?;
+            device.read_logits(step, logits, vocab, first, reader)?;
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use crate::device::LogitChanges;
 use crate::request::{SamplingParams, TokenId};
 
 /// The processors of one sequence.
@@ -50,6 +51,22 @@ impl Processors {
             || !params.logit_bias.is_empty()
             || (token_index < params.min_new_tokens && !self.stops.is_empty())
             || !self.seen.is_empty()
+    }
+
+    /// What [`apply`](Self::apply) changes, for devices that do it.
+    pub(super) fn changes(&self, params: &SamplingParams, token_index: usize) -> LogitChanges {
+        let mut biased = params.logit_bias.clone();
+        // Stable: those of one token stay in their order.
+        biased.sort_by_key(|&(token, _)| token);
+        LogitChanges {
+            allowed: params.allowed_tokens.clone(),
+            banned: if token_index < params.min_new_tokens { self.stops.clone() } else { Vec::new() },
+            biased,
+            seen: self.seen.iter().map(|(&token, &generated)| (token, generated)).collect(),
+            repetition_penalty: params.repetition_penalty,
+            frequency_penalty: params.frequency_penalty,
+            presence_penalty: params.presence_penalty,
+        }
     }
 
     /// Writes the processed logits: finite, or negative infinity where a token is ruled out.

@@ -30,7 +30,8 @@ pub(super) fn checked_max(logits: &[f32]) -> Option<f32> {
         max[lane] = if logit > max[lane] { logit } else { max[lane] };
     }
     let largest = max.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
-    (sound.iter().all(|&lane| lane) && largest > f32::NEG_INFINITY).then_some(largest)
+    // Adding 0 makes the two zeros one, of which `max` may give either.
+    (sound.iter().all(|&lane| lane) && largest > f32::NEG_INFINITY).then_some(largest + 0.0)
 }
 
 /// Computes `exp(x)` for `x <= 0` to about 2 ulp; 0 below -87.

@@ -130,6 +130,16 @@ impl<'a> Bucket<'a> {
         Self::of_checked_entries(table::parse(table, data.len())?, data)
     }
 
+    /// Checks a table whose data nobody here can look at, and which need not fill them.
+    #[cfg(feature = "cuda")]
+    pub(super) fn check(entries: &[BucketEntry], data_bytes: usize) -> Result<(), BucketError> {
+        if entries.len() > MAX_ENTRIES {
+            return Err(BucketError::TooManyEntries { limit: MAX_ENTRIES });
+        }
+        entries.iter().try_for_each(|entry| check::entry(entry, data_bytes))?;
+        check::once(entries.iter().map(|entry| (&entry.tensor, entry.offset, entry.range.len())).collect())
+    }
+
     /// What is left to check when each entry is right by itself.
     fn of_checked_entries(entries: Vec<BucketEntry>, data: &'a [u8]) -> Result<Self, BucketError> {
         check::once(entries.iter().map(|entry| (&entry.tensor, entry.offset, entry.range.len())).collect())?;

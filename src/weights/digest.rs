@@ -26,7 +26,7 @@ const WEIGHTS_DOMAIN: &[u8] = b"dormouse weights 1\0";
 const SHORT_BYTES: usize = 6;
 
 /// Bytes of a leaf: what is hashed in one go, so that several threads work on one tensor.
-const LEAF_BYTES: usize = 64 << 10;
+pub(crate) const LEAF_BYTES: usize = 64 << 10;
 
 /// Digest of one tensor: of its name, dtype, shape and bytes.
 ///
@@ -103,6 +103,18 @@ impl TensorHasher {
             self.tree.update(&hash.into_inner().expect("each leaf was hashed").to_le_bytes());
         }
         self.fill_leaf(rest);
+    }
+
+    /// Takes the next bytes of which a device has hashed some: those that go on with the open leaf, the hashes of
+    /// leaves, and those that begin another.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn update_hashed(&mut self, head: &[u8], leaves: &[u128], tail: &[u8]) {
+        self.update(head);
+        assert!(leaves.is_empty() || self.leaf_bytes == 0, "leaves begin at multiples of their length");
+        for leaf in leaves {
+            self.tree.update(&leaf.to_le_bytes());
+        }
+        self.update(tail);
     }
 
     /// Takes bytes that don't go beyond the open leaf.

@@ -5,6 +5,8 @@
 //! place and one beside the current weights are the same code.
 
 mod error;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -182,6 +184,8 @@ impl Intake {
             let wanted = |&position: &usize| targets[position] != Target::Ignored;
             let order: Vec<usize> = (0..specs.len()).filter(wanted).collect();
             source.plan(&order).map_err(TransferError::from)?;
+            #[cfg(feature = "cuda")]
+            let order = intake.take_from_gpu(memory, source, order, &specs, &targets)?;
             for position in order {
                 intake.read(memory, source, position, &specs[position], targets[position])?;
             }
@@ -406,6 +410,19 @@ impl Intake {
         };
     }
 
+    /// Keeps a piece that lies further on.
+    fn keep_waiting(&mut self, stream: &mut Stream, offset: usize, bytes: &[u8]) -> Result<(), PieceError> {
+        if self.waiting_pieces == MAX_WAITING_PIECES {
+            let (tensor, limit) = (stream.name().to_owned(), MAX_WAITING_PIECES);
+            return Err(PieceError::TooManyWaiting { tensor, limit });
+        }
+        self.waiting_pieces += 1;
+        self.waiting_bytes += bytes.len() as u64;
+        self.peak_waiting_bytes = self.peak_waiting_bytes.max(self.waiting_bytes);
+        stream.keep(offset, bytes);
+        Ok(())
+    }
+
     fn piece(
         &mut self,
         memory: &mut dyn Memory,
@@ -420,14 +437,7 @@ impl Intake {
         if bytes.is_empty() {
             // Nothing to keep, and nothing to wait for.
         } else if offset > stream.received() {
-            if self.waiting_pieces == MAX_WAITING_PIECES {
-                let (tensor, limit) = (tensor.name.clone(), MAX_WAITING_PIECES);
-                return Err(PieceError::TooManyWaiting { tensor, limit }.into());
-            }
-            self.waiting_pieces += 1;
-            self.waiting_bytes += bytes.len() as u64;
-            self.peak_waiting_bytes = self.peak_waiting_bytes.max(self.waiting_bytes);
-            stream.keep(offset, bytes);
+            self.keep_waiting(&mut stream, offset, bytes)?;
         } else {
             let mut writer = Writer::new(&self.shape, &self.options, memory, &mut self.scratch);
             stream.consume(&mut writer, bytes)?;

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use super::layout::{LayerLayout, MatrixId, Place, VectorId, WeightLayout};
 use super::{TensorDigest, WeightVersion};
 use crate::device::{Arena, Device, DeviceError, Matrix, QkNorm, Vector};
+#[cfg(feature = "cuda")]
+use crate::device::{Origin, WeightWorkspace};
 
 /// What weights are: their version, and the digest of each tensor of the manifest.
 #[derive(Debug, Clone)]
@@ -97,8 +99,8 @@ impl ResidentWeights {
     }
 
     /// Copies everything into host memory, in the resident layout.
-    pub(crate) fn read(&self, device: &dyn Device, out: &mut [u8]) {
-        device.read_bytes(self.arena.view(0, self.arena.committed()), out);
+    pub(crate) fn read(&self, device: &dyn Device, out: &mut [u8]) -> Result<(), DeviceError> {
+        device.read_bytes(self.arena.view(0, self.arena.committed()), out)
     }
 
     /// Puts the pages of `staged` in place of the current ones: same addresses, new weights. On an error the
@@ -136,17 +138,17 @@ pub(crate) fn write_rows(
     place: Place,
     first_row: usize,
     rows: &[u8],
-) {
+) -> Result<(), DeviceError> {
     match place {
         Place::Rows { matrix, first_row: start } => {
             let placed = layout.matrix(matrix);
             let dst = arena.view_mut(placed.offset_bytes, placed.bytes);
-            device.write_rows(dst, placed.shape, start + first_row, rows);
+            device.write_rows(dst, placed.shape, start + first_row, rows)
         }
         Place::Elements { vector, first_element } => {
             let placed = layout.vector(vector);
             let offset = placed.offset_bytes + (first_element + first_row) * placed.dtype.size();
-            device.write_bytes(arena.view_mut(offset, rows.len()), rows);
+            device.write_bytes(arena.view_mut(offset, rows.len()), rows)
         }
     }
 }
@@ -159,17 +161,64 @@ pub(crate) fn read_rows(
     place: Place,
     first_row: usize,
     rows: &mut [u8],
-) {
+) -> Result<(), DeviceError> {
     match place {
         Place::Rows { matrix, first_row: start } => {
             let placed = layout.matrix(matrix);
             let src = arena.view(placed.offset_bytes, placed.bytes);
-            device.read_rows(src, placed.shape, start + first_row, rows);
+            device.read_rows(src, placed.shape, start + first_row, rows)
         }
         Place::Elements { vector, first_element } => {
             let placed = layout.vector(vector);
             let offset = placed.offset_bytes + (first_element + first_row) * placed.dtype.size();
-            device.read_bytes(arena.view(offset, rows.len()), rows);
+            device.read_bytes(arena.view(offset, rows.len()), rows)
+        }
+    }
+}
+
+/// [`write_rows`] of rows that are a window of the last batch in the device's workspace.
+#[cfg(feature = "cuda")]
+pub(crate) fn write_window(
+    workspace: &mut dyn WeightWorkspace,
+    layout: &WeightLayout,
+    arena: &mut Arena,
+    place: Place,
+    first_row: usize,
+    (window, bytes): (usize, usize),
+) -> Result<(), DeviceError> {
+    match place {
+        Place::Rows { matrix, first_row: start } => {
+            let placed = layout.matrix(matrix);
+            let dst = arena.view_mut(placed.offset_bytes, placed.bytes);
+            workspace.pack(window, dst, placed.shape, start + first_row)
+        }
+        Place::Elements { vector, first_element } => {
+            let placed = layout.vector(vector);
+            let offset = placed.offset_bytes + (first_element + first_row) * placed.dtype.size();
+            workspace.copy(window, arena.view_mut(offset, bytes))
+        }
+    }
+}
+
+/// Where `rows` rows of the tensor at `place` are in resident memory.
+#[cfg(feature = "cuda")]
+pub(crate) fn origin_of<'a>(
+    layout: &WeightLayout,
+    arena: &'a Arena,
+    place: Place,
+    first_row: usize,
+    rows: usize,
+) -> Origin<'a> {
+    match place {
+        Place::Rows { matrix, first_row: start } => {
+            let placed = layout.matrix(matrix);
+            let src = arena.view(placed.offset_bytes, placed.bytes);
+            Origin::Packed { src, shape: placed.shape, first_row: start + first_row }
+        }
+        Place::Elements { vector, first_element } => {
+            let placed = layout.vector(vector);
+            let offset = placed.offset_bytes + (first_element + first_row) * placed.dtype.size();
+            Origin::Plain(arena.view(offset, rows * placed.dtype.size()))
         }
     }
 }
@@ -181,7 +230,7 @@ pub(crate) fn copy_unwanted(
     wanted: &[bool],
     from: &Arena,
     to: &mut Arena,
-) {
+) -> Result<(), DeviceError> {
     let unwanted =
         || layout.places.iter().zip(wanted).filter(|(_, wanted)| !**wanted).map(|(place, _)| place);
     let mut ranges: Vec<(usize, usize)> = unwanted()
@@ -200,6 +249,7 @@ pub(crate) fn copy_unwanted(
     // The parts of a fused matrix are in it once each.
     ranges.dedup();
     for (offset, bytes) in ranges {
-        device.copy_bytes(to.view_mut(offset, bytes), from.view(offset, bytes));
+        device.copy_bytes(to.view_mut(offset, bytes), from.view(offset, bytes))?;
     }
+    Ok(())
 }

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use super::json::cut;
 use super::safetensors::SafetensorsError;
 use super::{BucketError, DType, SharedMemoryError, TensorSpec};
+#[cfg(feature = "cuda")]
+use crate::device::cuda::{GpuMemory, GpuMemoryError};
 
 /// A set of named tensors that can be listed and then read, one at a time, in any order.
 ///
@@ -81,6 +83,19 @@ pub trait WeightSource {
         Ok(None)
     }
 
+    /// Where the tensor at a position of the last index is on a GPU, if it is: an engine on that GPU then takes it from
+    /// there and doesn't [read](WeightSource::read) it. Each tensor of the plan is asked for before the first is taken
+    /// or read. What was given must stay until [`finish`](WeightSource::finish), or until the load has failed. `None`,
+    /// which is the default: it is read.
+    ///
+    /// # Errors
+    /// A [`SourceError`].
+    #[cfg(feature = "cuda")]
+    fn gpu_memory(&mut self, tensor: usize) -> Result<Option<GpuMemory>, SourceError> {
+        let _ = tensor;
+        Ok(None)
+    }
+
     /// Ends the load: releases what the source holds open.
     ///
     /// # Errors
@@ -120,6 +135,11 @@ macro_rules! forward_weight_source {
 
         fn reader(&mut self, tensor: usize) -> Result<Option<Box<dyn TensorReader + '_>>, SourceError> {
             <$target>::reader(self, tensor)
+        }
+
+        #[cfg(feature = "cuda")]
+        fn gpu_memory(&mut self, tensor: usize) -> Result<Option<GpuMemory>, SourceError> {
+            <$target>::gpu_memory(self, tensor)
         }
 
         fn finish(&mut self) -> Result<(), SourceError> {
@@ -289,6 +309,15 @@ pub enum SourceError {
     /// A transfer from another process failed.
     #[error(transparent)]
     SharedMemory(Box<SharedMemoryError>),
+    /// A tensor on a GPU can't be read.
+    #[cfg(feature = "cuda")]
+    #[error("tensor `{tensor}`: {fault}")]
+    Gpu {
+        /// The tensor, its name cut to a readable length.
+        tensor: String,
+        /// The fault.
+        fault: Box<GpuMemoryError>,
+    },
     /// A framework's own source failed.
     #[error(transparent)]
     Custom(Box<dyn std::error::Error + Send + Sync>),
@@ -301,6 +330,11 @@ impl From<BucketError> for SourceError {
 }
 
 impl SourceError {
+    #[cfg(feature = "cuda")]
+    pub(crate) fn gpu(spec: &TensorSpec, fault: GpuMemoryError) -> Self {
+        Self::Gpu { tensor: cut(&spec.name).into(), fault: Box::new(fault) }
+    }
+
     /// A tensor that has or delivers another number of bytes than its shape says.
     pub(crate) fn wrong_length(spec: &TensorSpec, received_bytes: usize) -> Self {
         Self::WrongLength {

@@ -15,7 +15,7 @@ use super::host::SharedMut;
 use super::math::{exp, greatest};
 use super::pool::Pool;
 use super::simd::{Kernel, LANES, Lanes, Simd};
-use crate::device::{AttentionBatch, AttentionSpan, HeadShape, KvShape};
+use crate::device::{AttentionScores, AttentionSpan, HeadShape, KvShape};
 
 /// Calls with fewer multiplications run on the caller's thread.
 const PARALLEL_FROM: usize = 128 << 10;
@@ -39,11 +39,18 @@ pub(super) struct Scratch {
 #[derive(Debug, Default)]
 pub(super) struct Scratches(Mutex<Vec<Scratch>>);
 
+/// The sequences of a call.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Batch<'a> {
+    pub(super) spans: &'a [AttentionSpan<'a>],
+    pub(super) scores: AttentionScores,
+}
+
 /// One call, its shapes checked.
 pub(super) struct Attention<'a> {
     qkv: &'a [f32],
     shape: HeadShape,
-    batch: &'a AttentionBatch<'a>,
+    batch: Batch<'a>,
     keys: &'a [f32],
     values: &'a [f32],
     cache: KvShape,
@@ -68,7 +75,7 @@ impl<'a> Attention<'a> {
     pub(super) fn new(
         qkv: &'a [f32],
         shape: HeadShape,
-        batch: &'a AttentionBatch<'a>,
+        batch: Batch<'a>,
         (keys, values, cache): (&'a [f32], &'a [f32], KvShape),
         out: &'a mut [f32],
     ) -> Self {
@@ -147,7 +154,7 @@ impl<'a> Attention<'a> {
 
     /// The first position that a query at `position` sees.
     fn first_visible(&self, position: usize) -> usize {
-        self.batch.window.map_or(0, |window| (position + 1).saturating_sub(window))
+        self.batch.scores.window.map_or(0, |window| (position + 1).saturating_sub(window))
     }
 
     /// Start of the keys or values of one head in one block.
@@ -314,7 +321,7 @@ fn score_tile<L: Lanes, const R: usize, const P: usize>(
     // SAFETY: the queries are `R` rows of `head_dim`, and `keys` checked that sixteen positions can be read at
     // each of `head_dim` steps; with copied keys `P` is 1, so none is overwritten.
     unsafe { extend::<L, StoredF32, R, P>(&mut sums, x, w, step, tile.head_dim) };
-    let scale = L::splat(tile.call.batch.scale);
+    let scale = L::splat(tile.call.batch.scores.scale);
     for (r, sums) in sums.iter().enumerate() {
         for (p, &sum) in sums.iter().enumerate() {
             sum.mul(scale).store_first(&mut scores[r * tile.stride + offset + p * LANES..][..LANES]);

@@ -68,6 +68,11 @@ pub(super) fn log_sum_exp_on(simd: Simd, x: &[f32]) -> f32 {
         }
     }
     let (most, sum) = simd.run(SumExp(x));
+    log_of_sum(most, sum)
+}
+
+/// `ln Σ e^x`, given the greatest `x` and `Σ e^(x - greatest)`.
+pub(crate) fn log_of_sum(most: f32, sum: f32) -> f32 {
     if most == f32::NEG_INFINITY && !sum.is_nan() {
         most
     } else {

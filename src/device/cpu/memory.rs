@@ -165,10 +165,10 @@ impl Pages for CpuPages {
         Ok(())
     }
 
-    fn decommit(&mut self) {
+    fn decommit(&mut self) -> usize {
         let bytes = std::mem::take(&mut self.committed);
         if bytes == 0 {
-            return;
+            return 0;
         }
         // MADV_DONTNEED frees before it returns (MADV_FREE is lazy). It fails only on locked pages or a
         // range that isn't ours: a bug, and going on would break the promise that memory is back.
@@ -178,6 +178,7 @@ impl Pages for CpuPages {
             tracing::warn!(label = self.label, %errno, "decommitted memory stays accessible");
         }
         self.budget.give_back(bytes as u64);
+        0
     }
 
     fn adopt(&mut self, staged: Box<dyn Pages>) -> Result<(), DeviceError> {

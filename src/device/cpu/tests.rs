@@ -1,11 +1,11 @@
 //! Tests of the CPU device, through the [`Device`](crate::device::Device) trait where they can be.
 
-mod attention;
+pub(in crate::device) mod attention;
 mod math;
 mod matmul;
 mod memory;
-mod packed;
+pub(in crate::device) mod packed;
 mod pool;
-mod rig;
+pub(in crate::device) mod rig;
 mod rows;
 mod throughput;

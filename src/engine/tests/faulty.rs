@@ -1,13 +1,14 @@
 //! A CPU device whose n-th operation fails or panics.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::cpu;
 use crate::device::cpu::{Budget, CpuDevice};
 use crate::device::{
-    Arena, AttentionBatch, Device, DeviceError, HeadShape, KvLayer, KvLayerMut, Matrix, MatrixShape, Output,
-    QkNorm, RopeAngles, Vector, View, ViewMut,
+    Arena, AttentionScores, Device, DeviceError, HeadShape, KvLayer, KvLayerMut, Matrix, MatrixShape, Output,
+    QkNorm, Step, Vector, View, ViewMut,
 };
 
 /// Counts what can fail (memory goes through the CPU device's own budget) and what can only panic.
@@ -89,34 +90,46 @@ impl Device for FaultyDevice {
         self.inner.packed_rows()
     }
 
-    fn write_rows(&self, dst: ViewMut<'_, u8>, shape: MatrixShape, first_row: usize, src: &[u8]) {
+    fn write_rows(
+        &self,
+        dst: ViewMut<'_, u8>,
+        shape: MatrixShape,
+        first_row: usize,
+        src: &[u8],
+    ) -> Result<(), DeviceError> {
         self.may_panic();
-        self.inner.write_rows(dst, shape, first_row, src);
+        self.inner.write_rows(dst, shape, first_row, src)
     }
 
-    fn read_rows(&self, src: View<'_, u8>, shape: MatrixShape, first_row: usize, out: &mut [u8]) {
+    fn read_rows(
+        &self,
+        src: View<'_, u8>,
+        shape: MatrixShape,
+        first_row: usize,
+        out: &mut [u8],
+    ) -> Result<(), DeviceError> {
         self.may_panic();
-        self.inner.read_rows(src, shape, first_row, out);
+        self.inner.read_rows(src, shape, first_row, out)
     }
 
-    fn copy_bytes(&self, dst: ViewMut<'_, u8>, src: View<'_, u8>) {
+    fn copy_bytes(&self, dst: ViewMut<'_, u8>, src: View<'_, u8>) -> Result<(), DeviceError> {
         self.may_panic();
-        self.inner.copy_bytes(dst, src);
+        self.inner.copy_bytes(dst, src)
     }
 
-    fn write_bytes(&self, dst: ViewMut<'_, u8>, src: &[u8]) {
+    fn write_bytes(&self, dst: ViewMut<'_, u8>, src: &[u8]) -> Result<(), DeviceError> {
         self.may_panic();
-        self.inner.write_bytes(dst, src);
+        self.inner.write_bytes(dst, src)
     }
 
-    fn read_bytes(&self, src: View<'_, u8>, out: &mut [u8]) {
+    fn read_bytes(&self, src: View<'_, u8>, out: &mut [u8]) -> Result<(), DeviceError> {
         self.may_panic();
-        self.inner.read_bytes(src, out);
+        self.inner.read_bytes(src, out)
     }
 
-    fn embed(&self, table: Matrix<'_>, tokens: &[u32], out: ViewMut<'_, f32>) -> Result<(), DeviceError> {
+    fn embed(&self, step: &Step<'_>, table: Matrix<'_>, out: ViewMut<'_, f32>) -> Result<(), DeviceError> {
         self.operation("embed")?;
-        self.inner.embed(table, tokens, out)
+        self.inner.embed(step, table, out)
     }
 
     fn rms_norm(
@@ -132,6 +145,7 @@ impl Device for FaultyDevice {
 
     fn matmul(
         &self,
+        step: &mut Step<'_>,
         x: View<'_, f32>,
         w: Matrix<'_>,
         bias: Option<Vector<'_>>,
@@ -139,41 +153,42 @@ impl Device for FaultyDevice {
         out: ViewMut<'_, f32>,
     ) -> Result<(), DeviceError> {
         self.operation("matmul")?;
-        self.inner.matmul(x, w, bias, output, out)
+        self.inner.matmul(step, x, w, bias, output, out)
     }
 
     fn rope(
         &self,
+        step: &Step<'_>,
         qkv: ViewMut<'_, f32>,
         shape: HeadShape,
         norm: Option<QkNorm<'_>>,
-        angles: RopeAngles<'_>,
     ) -> Result<(), DeviceError> {
         self.operation("rope")?;
-        self.inner.rope(qkv, shape, norm, angles)
+        self.inner.rope(step, qkv, shape, norm)
     }
 
     fn store_kv(
         &self,
+        step: &Step<'_>,
         qkv: View<'_, f32>,
         shape: HeadShape,
-        slots: &[u32],
         cache: KvLayerMut<'_>,
     ) -> Result<(), DeviceError> {
         self.operation("store_kv")?;
-        self.inner.store_kv(qkv, shape, slots, cache)
+        self.inner.store_kv(step, qkv, shape, cache)
     }
 
     fn attention(
         &self,
+        step: &mut Step<'_>,
         qkv: View<'_, f32>,
         shape: HeadShape,
-        batch: &AttentionBatch<'_>,
+        scores: AttentionScores,
         cache: KvLayer<'_>,
         out: ViewMut<'_, f32>,
     ) -> Result<(), DeviceError> {
         self.operation("attention")?;
-        self.inner.attention(qkv, shape, batch, cache, out)
+        self.inner.attention(step, qkv, shape, scores, cache, out)
     }
 
     fn silu_mul(
@@ -188,18 +203,19 @@ impl Device for FaultyDevice {
 
     fn gather_rows(
         &self,
+        step: &Step<'_>,
         x: View<'_, f32>,
         dim: usize,
-        rows: &[u32],
+        wanted: Range<usize>,
         out: ViewMut<'_, f32>,
     ) -> Result<(), DeviceError> {
         self.operation("gather_rows")?;
-        self.inner.gather_rows(x, dim, rows, out)
+        self.inner.gather_rows(step, x, dim, wanted, out)
     }
 
-    fn copy_blocks(&self, cache: KvLayerMut<'_>, copies: &[(u32, u32)]) -> Result<(), DeviceError> {
+    fn copy_blocks(&self, step: &Step<'_>, cache: KvLayerMut<'_>) -> Result<(), DeviceError> {
         self.operation("copy_blocks")?;
-        self.inner.copy_blocks(cache, copies)
+        self.inner.copy_blocks(step, cache)
     }
 
     fn share_out(&self, count: usize, work: &(dyn Fn(usize) + Sync)) {

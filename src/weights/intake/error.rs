@@ -1,5 +1,6 @@
 //! What can go wrong while weights come in.
 
+use crate::device::DeviceError;
 use crate::weights::json::cut;
 use crate::weights::{DeltaError, SourceError, WeightsDigest, WeightsMismatch};
 
@@ -36,6 +37,9 @@ pub enum TransferError {
     /// The model ties its head to the embedding, and another head was sent.
     #[error("lm_head.weight differs from model.embed_tokens.weight, to which the configuration ties it")]
     TiedHeadDiffers,
+    /// The device failed to take bytes in, or to give back what a change is made to.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// The whole is not what the caller expects.
     #[error("the weights have digest {received}, expected {expected}")]
     WrongDigest {

@@ -6,6 +6,8 @@ use std::fmt;
 use parking_lot::Mutex;
 
 use super::{IntakeShape, Memory, PieceError, PushError, TransferError};
+#[cfg(feature = "cuda")]
+use crate::device::Seen;
 use crate::device::share_chunks;
 use crate::weights::convert::{convert, first_non_finite};
 use crate::weights::manifest::Target;
@@ -37,6 +39,8 @@ pub(super) struct Stream {
     /// The last of them, no whole granule.
     carry: Vec<u8>,
     rows_written: usize,
+    /// Windows of rows that were taken and not digested yet.
+    undigested: usize,
     hasher: TensorHasher,
     /// Pieces that lie further on, by offset.
     waiting: BTreeMap<usize, Vec<u8>>,
@@ -70,6 +74,7 @@ impl Stream {
             received: 0,
             carry: Vec::new(),
             rows_written: 0,
+            undigested: 0,
             hasher: TensorHasher::new(resident),
             waiting: BTreeMap::new(),
             sent: sent.clone(),
@@ -92,7 +97,7 @@ impl Stream {
     }
 
     pub(super) fn is_done(&self) -> bool {
-        self.received == self.expected
+        self.received == self.expected && self.undigested == 0
     }
 
     /// Whether no byte has arrived.
@@ -143,6 +148,74 @@ impl Stream {
         self.waiting.insert(offset, bytes.to_vec());
     }
 
+    /// Position of what it is compared with or stored as in the manifest, and whether it is stored.
+    #[cfg(feature = "cuda")]
+    pub(super) fn target(&self) -> (usize, bool) {
+        (self.position, self.stored)
+    }
+
+    /// Bytes that would end a granule of which some have arrived.
+    #[cfg(feature = "cuda")]
+    pub(super) fn open_granule_bytes(&self) -> usize {
+        if self.carry.is_empty() { 0 } else { self.granule_bytes - self.carry.len() }
+    }
+
+    /// Takes whole granules, or all that is left, of the next `bytes` bytes for a device that has them: at most
+    /// `limit` bytes, if a granule fits. The digest waits for [`Stream::update_hashed`]. `None`: nothing of them can
+    /// be taken so.
+    #[cfg(feature = "cuda")]
+    pub(super) fn take_rows(&mut self, bytes: usize, limit: usize) -> Option<Rows> {
+        debug_assert!(self.carry.is_empty(), "granules are taken from their begin");
+        let counts = self.kept.saturating_sub(self.received).min(bytes);
+        let all_left = self.received + counts == self.kept;
+        let most = (limit / self.granule_bytes).max(1) * self.granule_bytes;
+        let taken = match counts {
+            _ if counts > most => most,
+            _ if all_left => counts,
+            _ => counts - counts % self.granule_bytes,
+        };
+        if taken == 0 {
+            return None;
+        }
+        let rows = Rows { first_row: self.rows_written, rows: taken / self.row_bytes, bytes: taken };
+        self.received += taken;
+        self.rows_written += rows.rows;
+        self.undigested += 1;
+        Some(rows)
+    }
+
+    /// Takes bytes that don't count: vocabulary padding.
+    #[cfg(feature = "cuda")]
+    pub(super) fn skip(&mut self, bytes: usize) {
+        debug_assert!(self.received >= self.kept, "padding is at the end");
+        self.received += bytes;
+    }
+
+    /// Whether all that counts has arrived.
+    #[cfg(feature = "cuda")]
+    pub(super) fn is_filled(&self) -> bool {
+        self.received >= self.kept
+    }
+
+    /// What was taken by [`Stream::take_rows`], in the same order.
+    #[cfg(feature = "cuda")]
+    pub(super) fn update_hashed(&mut self, seen: &Seen) {
+        self.hasher.update_hashed(&seen.head, &seen.leaves, &seen.tail);
+        self.undigested -= 1;
+    }
+
+    /// Whether all that was taken is digested.
+    #[cfg(feature = "cuda")]
+    pub(super) fn is_digested(&self) -> bool {
+        self.undigested == 0
+    }
+
+    /// Whether a piece that waited is next.
+    #[cfg(feature = "cuda")]
+    pub(super) fn has_next_waiting(&self) -> bool {
+        self.waiting.contains_key(&self.received)
+    }
+
     /// Takes out the piece that is next.
     pub(super) fn next_waiting(&mut self) -> Option<Vec<u8>> {
         self.waiting.remove(&self.received)
@@ -190,6 +263,16 @@ impl Stream {
     }
 }
 
+/// Rows that a device takes from where they are.
+#[cfg(feature = "cuda")]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Rows {
+    pub(super) first_row: usize,
+    pub(super) rows: usize,
+    /// As sent.
+    pub(super) bytes: usize,
+}
+
 /// Where rows go and what is done to them on the way.
 pub(super) struct Writer<'a> {
     shape: &'a IntakeShape,
@@ -226,14 +309,15 @@ impl<'a> Writer<'a> {
             && let Some(element) = non_finite_shared(self.shape, resident.dtype, rows)
         {
             let name = if stream.stored { &resident.name } else { LM_HEAD };
-            return Err(non_finite(name, resident, first_row, rows, element));
+            let size = resident.dtype.size();
+            return Err(non_finite(name, resident, first_row, element, &rows[element * size..][..size]));
         }
         stream.hasher.update_shared(rows, &|count, work| device.share_out(count, work));
         if stream.stored
             && let Some(arena) = self.memory.arena()
         {
             let place = self.shape.layout.places[stream.position];
-            write_rows(device, &self.shape.layout, arena, place, first_row, rows);
+            write_rows(device, &self.shape.layout, arena, place, first_row, rows)?;
         }
         Ok(())
     }
@@ -265,16 +349,15 @@ fn non_finite_shared(shape: &IntakeShape, dtype: DType, bytes: &[u8]) -> Option<
 }
 
 /// `name` is that of the tensor, which a tied head shares no more than its form with the `resident` one.
-fn non_finite(
+pub(super) fn non_finite(
     name: &str,
     resident: &TensorSpec,
     first_row: usize,
-    rows: &[u8],
     element: usize,
+    bytes: &[u8],
 ) -> TransferError {
-    let size = resident.dtype.size();
     let mut value = [0; 4];
-    convert(resident.dtype, &rows[element * size..][..size], DType::F32, &mut value);
+    convert(resident.dtype, bytes, DType::F32, &mut value);
     let cols: usize = resident.shape[1..].iter().product();
     let (row, col) = (first_row + element / cols, element % cols);
     let index = if resident.shape.len() > 1 { vec![row, col] } else { vec![row] };

@@ -99,7 +99,7 @@ fn arena(shape: &IntakeShape) -> Arena {
 
 fn contents(shape: &IntakeShape, arena: &Arena) -> Vec<u8> {
     let mut out = vec![0; shape.layout.bytes];
-    shape.device.read_bytes(arena.view(0, shape.layout.bytes), &mut out);
+    shape.device.read_bytes(arena.view(0, shape.layout.bytes), &mut out).unwrap();
     out
 }
 
@@ -108,7 +108,7 @@ fn read_back(shape: &IntakeShape, arena: &Arena) -> Vec<Sent> {
     let tensors = shape.manifest.tensors().iter().zip(&shape.layout.places);
     let read = |(spec, place): (&TensorSpec, &Place)| {
         let mut data = vec![0; spec.checked_bytes().unwrap()];
-        read_rows(&*shape.device, &shape.layout, arena, *place, 0, &mut data);
+        read_rows(&*shape.device, &shape.layout, arena, *place, 0, &mut data).unwrap();
         Sent { spec: spec.clone(), data }
     };
     tensors.map(read).collect()

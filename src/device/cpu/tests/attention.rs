@@ -2,22 +2,22 @@
 //! instruction sets.
 
 use super::rig::*;
-use crate::device::cpu::{CpuDevice, SimdPath};
-use crate::device::{AttentionSpan, Device, HeadShape, KvShape};
+use crate::device::cpu::SimdPath;
+use crate::device::{AttentionSpan, Device, HeadShape, KvShape, StepInputs};
 
 const SMALL: HeadShape = HeadShape { q_heads: 6, kv_heads: 2, head_dim: 20 };
 const WIDE: HeadShape = HeadShape { q_heads: 9, kv_heads: 3, head_dim: 64 };
 
 /// One sequence: its rows of qkv, and where its blocks are.
-struct Sequence {
-    qkv: Vec<f32>,
-    len: usize,
-    table: Vec<u32>,
+pub(in crate::device) struct Sequence {
+    pub(in crate::device) qkv: Vec<f32>,
+    pub(in crate::device) len: usize,
+    pub(in crate::device) table: Vec<u32>,
 }
 
 /// Sequences with interleaved blocks, in a cache that holds them.
-fn fill(
-    device: &CpuDevice,
+pub(in crate::device) fn fill(
+    device: &dyn Device,
     heads: HeadShape,
     block_size: usize,
     inputs: &[Vec<f32>],
@@ -48,8 +48,8 @@ fn fill(
 }
 
 /// All rows of one sequence, `chunk` at a time.
-fn run(
-    device: &CpuDevice,
+pub(in crate::device) fn run(
+    device: &dyn Device,
     heads: HeadShape,
     window: Option<usize>,
     cache: &Cache,
@@ -66,7 +66,7 @@ fn run(
     out
 }
 
-fn naive(heads: HeadShape, window: Option<usize>, qkv: &[f32]) -> Vec<f64> {
+pub(in crate::device) fn naive(heads: HeadShape, window: Option<usize>, qkv: &[f32]) -> Vec<f64> {
     let HeadShape { q_heads, kv_heads, head_dim } = heads;
     let at = |row: usize, head: usize, d: usize| f64::from(qkv[row * heads.width() + head * head_dim + d]);
     let mut out = Vec::new();
@@ -182,7 +182,8 @@ fn blocks_are_copied_in_order() {
     let elements: Vec<f32> = (0..16).map(|i| i as f32).collect();
     cache.keys = f32_arena(&device, &elements);
     cache.values = f32_arena(&device, &elements);
-    device.copy_blocks(cache.layer_mut(), &[(0, 2), (2, 3), (1, 0)]).unwrap();
+    let inputs = StepInputs { copies: &[(0, 2), (2, 3), (1, 0)], ..StepInputs::default() };
+    with_step(&device, inputs, |step| device.copy_blocks(step, cache.layer_mut()).unwrap());
     let expected = [4, 5, 6, 7, 4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3].map(|i| i as f32);
     assert_eq!(read_f32(&device, &cache.keys, 16), expected);
     assert_eq!(read_f32(&device, &cache.values, 16), expected);

@@ -13,12 +13,12 @@ fn device(memory_limit_bytes: Option<u64>) -> CpuDevice {
 
 fn fill(device: &CpuDevice, arena: &mut Arena, byte: u8) {
     let len = arena.committed();
-    device.write_bytes(arena.view_mut(0, len), &vec![byte; len]);
+    device.write_bytes(arena.view_mut(0, len), &vec![byte; len]).unwrap();
 }
 
 fn all(device: &CpuDevice, arena: &Arena, byte: u8) -> bool {
     let mut bytes = vec![!byte; arena.committed()];
-    device.read_bytes(arena.view(0, bytes.len()), &mut bytes);
+    device.read_bytes(arena.view(0, bytes.len()), &mut bytes).unwrap();
     bytes.iter().all(|&b| b == byte)
 }
 
@@ -139,7 +139,7 @@ fn arenas_without_bytes_work() {
     let mut arena = device.reserve("empty", 0).unwrap();
     arena.commit(0).unwrap();
     assert_eq!(arena.view::<f32>(0, 0).len(), 0);
-    device.write_bytes(arena.view_mut(0, 0), &[]);
+    device.write_bytes(arena.view_mut(0, 0), &[]).unwrap();
     arena.decommit();
     arena.commit(0).unwrap();
 }

@@ -3,11 +3,16 @@
 use proptest::prelude::*;
 
 use super::rig::*;
-use crate::device::cpu::{CpuDevice, SimdPath};
-use crate::device::{Device, MatrixShape};
+use crate::device::cpu::SimdPath;
+use crate::device::{Device, MatrixShape, StepInputs};
 use crate::weights::DType;
 
-fn round_trip(device: &CpuDevice, shape: MatrixShape, cuts: &[usize], misalign: usize) {
+pub(in crate::device) fn round_trip(
+    device: &dyn Device,
+    shape: MatrixShape,
+    cuts: &[usize],
+    misalign: usize,
+) {
     let row_bytes = shape.cols * shape.dtype.size();
     let plain = Noise::new(cuts.len() as u64).bytes(shape.rows * row_bytes);
     let bytes = device.matrix_bytes(shape);
@@ -21,17 +26,17 @@ fn round_trip(device: &CpuDevice, shape: MatrixShape, cuts: &[usize], misalign: 
     for edge in edges.windows(2) {
         let mut piece = vec![0; misalign];
         piece.extend_from_slice(&plain[edge[0] * row_bytes..edge[1] * row_bytes]);
-        device.write_rows(arena.view_mut(0, bytes), shape, edge[0], &piece[misalign..]);
+        device.write_rows(arena.view_mut(0, bytes), shape, edge[0], &piece[misalign..]).unwrap();
     }
     for edge in edges.windows(2) {
         let mut piece = vec![0; misalign + (edge[1] - edge[0]) * row_bytes];
-        device.read_rows(arena.view(0, bytes), shape, edge[0], &mut piece[misalign..]);
+        device.read_rows(arena.view(0, bytes), shape, edge[0], &mut piece[misalign..]).unwrap();
         assert_eq!(piece[misalign..], plain[edge[0] * row_bytes..edge[1] * row_bytes]);
     }
     let whole = packed_arena(device, shape, &plain);
     let (mut pieces, mut at_once) = (vec![0; bytes], vec![0; bytes]);
-    device.read_bytes(arena.view(0, bytes), &mut pieces);
-    device.read_bytes(whole.view(0, bytes), &mut at_once);
+    device.read_bytes(arena.view(0, bytes), &mut pieces).unwrap();
+    device.read_bytes(whole.view(0, bytes), &mut at_once).unwrap();
     assert_eq!(pieces, at_once);
 }
 
@@ -58,7 +63,7 @@ fn elements_are_where_the_layout_says() {
         let plain = Noise::new(9).bytes(shape.rows * shape.cols * size);
         let arena = packed_arena(&device, shape, &plain);
         let mut packed = vec![0; device.matrix_bytes(shape)];
-        device.read_bytes(arena.view(0, packed.len()), &mut packed);
+        device.read_bytes(arena.view(0, packed.len()), &mut packed).unwrap();
         for (index, element) in plain.chunks_exact(size).enumerate() {
             let (row, col) = (index / shape.cols, index % shape.cols);
             let (panel, lane) = (row / 16, row % 16);
@@ -87,7 +92,9 @@ fn embedding_rows_are_those_of_the_table() {
         let packed = packed_arena(&device, shape, &encode(dtype, &table));
         let tokens = [36, 0, 7, 7, 16];
         let mut out = f32_arena(&device, &[f32::NAN; 5 * 19]);
-        device.embed(matrix(&packed, shape), &tokens, out.view_mut(0, 5 * 19)).unwrap();
+        with_step(&device, StepInputs { tokens: &tokens, ..StepInputs::default() }, |step| {
+            device.embed(step, matrix(&packed, shape), out.view_mut(0, 5 * 19)).unwrap();
+        });
         let table = rounded(dtype, &table);
         let expected: Vec<f32> =
             tokens.iter().flat_map(|&token| table[token as usize * 19..][..19].to_vec()).collect();

@@ -2,7 +2,7 @@
 
 use super::rig::*;
 use crate::device::cpu::SimdPath;
-use crate::device::{Device, HeadShape};
+use crate::device::{Device, HeadShape, StepInputs};
 use crate::weights::DType;
 
 /// `f` gives the same bits on every device for all rows at once as portably for one at a time.
@@ -103,7 +103,9 @@ fn gathered_rows() {
     for device in devices() {
         let input = f32_arena(&device, &x);
         let mut out = f32_arena(&device, &[0.0; 20]);
-        device.gather_rows(input.view(0, 45), 5, &[8, 0, 0, 3], out.view_mut(0, 20)).unwrap();
+        with_step(&device, StepInputs { logit_rows: &[7, 8, 0, 0, 3], ..StepInputs::default() }, |step| {
+            device.gather_rows(step, input.view(0, 45), 5, 1..5, out.view_mut(0, 20)).unwrap();
+        });
         let expected: Vec<f32> = [8, 0, 0, 3].iter().flat_map(|row| x[row * 5..][..5].to_vec()).collect();
         assert_eq!(read_f32(&device, &out, 20), expected);
     }

@@ -5,7 +5,9 @@ use std::time::Instant;
 
 use super::rig::*;
 use crate::device::cpu::{CpuDevice, SimdPath};
-use crate::device::{Arena, AttentionBatch, AttentionSpan, Device, HeadShape, KvShape, MatrixShape, Output};
+use crate::device::{
+    Arena, AttentionScores, AttentionSpan, Device, HeadShape, KvShape, MatrixShape, Output, StepInputs,
+};
 use crate::weights::DType;
 
 /// SmolLM2-135M: rows, cols, times a forward pass.
@@ -52,7 +54,9 @@ fn linear_layers() {
                     let rows = if rows == 512 && shape.rows == 49_152 { 1 } else { rows };
                     let x = x.view(0, rows * shape.cols);
                     let out = out.view_mut(0, rows * shape.rows);
-                    device.matmul(x, matrix(arena, *shape), None, Output::Store, out).unwrap();
+                    with_step(&device, StepInputs::default(), |step| {
+                        device.matmul(step, x, matrix(arena, *shape), None, Output::Store, out).unwrap();
+                    });
                 }
             });
             let head = if rows == 512 { 49_152_usize * 576 * 511 } else { 0 };
@@ -77,8 +81,8 @@ fn packing() {
         let mut plain = Noise::new(3).bytes(3072 * 4096 * dtype.size());
         let mut packed = packed_arena(&device, shape, &plain);
         let bytes = packed.committed();
-        let write = seconds(|| device.write_rows(packed.view_mut(0, bytes), shape, 0, &plain));
-        let read = seconds(|| device.read_rows(packed.view(0, bytes), shape, 0, &mut plain));
+        let write = seconds(|| device.write_rows(packed.view_mut(0, bytes), shape, 0, &plain).unwrap());
+        let read = seconds(|| device.read_rows(packed.view(0, bytes), shape, 0, &mut plain).unwrap());
         let gb = bytes as f64 / 1e9;
         println!("{dtype} x{threads}: pack {:.2} GB/s, unpack {:.2} GB/s", gb / write, gb / read);
     }
@@ -116,11 +120,14 @@ fn attention_speed() {
                         block_table: table,
                     })
                     .collect();
-                let batch = AttentionBatch { spans: &spans, scale: 0.125, window: None };
+                let scores = AttentionScores { scale: 0.125, window: None };
+                let inputs = StepInputs { spans: &spans, heads, ..StepInputs::default() };
                 let qkv = qkv.view(0, sequences * rows * heads.width());
                 let seconds = seconds(|| {
                     let out = out.view_mut(0, sequences * rows * heads.q_width());
-                    device.attention(qkv, heads, &batch, cache.layer(), out).unwrap();
+                    with_step(&device, inputs, |step| {
+                        device.attention(step, qkv, heads, scores, cache.layer(), out).unwrap();
+                    });
                 });
                 println!(
                     "{} x{threads} {name}, blocks of {block_size}: {:.1} us a layer, {:.2} ms for 30",
