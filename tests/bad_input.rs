@@ -10,7 +10,7 @@ mod exact;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use common::{awake, encode, fresh, prompt, tiny_builder, tiny_config, tiny_weights};
+use crate::common::{awake, encode, fresh, on_device, prompt, tiny_builder, tiny_config, tiny_weights};
 use dormouse::{
     Awake, CompletionError, DType, Engine, EngineBuilder, FinishReason, GenerateError, KvCapacity, Request,
     RequestError, RequestOutput, SafetensorsBytes,
@@ -166,7 +166,10 @@ fn b54_duplicate_ids() {
 }
 
 fn options() -> EngineBuilder {
-    EngineBuilder::from_config(tiny_config(true)).dtype(DType::F32).kv_cache(KvCapacity::Blocks(8)).threads(1)
+    on_device(EngineBuilder::from_config(tiny_config(true)))
+        .dtype(DType::F32)
+        .kv_cache(KvCapacity::Blocks(8))
+        .threads(1)
 }
 
 #[test]
@@ -238,7 +241,7 @@ fn copy_of(name: &str) -> tempfile::TempDir {
 }
 
 fn small(directory: &Path) -> EngineBuilder {
-    Engine::builder(directory).kv_cache(KvCapacity::Blocks(16)).block_size(4).threads(1)
+    on_device(Engine::builder(directory)).kv_cache(KvCapacity::Blocks(16)).block_size(4).threads(1)
 }
 
 /// What building on a spoilt copy says, with the directory's own path cut to `DIR`.
@@ -552,7 +555,7 @@ fn rubbish_stays_with_its_request() {
             );
             assert_eq!(failed.prompt_logprobs.unwrap().len(), 6, "those before it are there");
             for (got, expected) in outputs.iter().zip(&expected) {
-                assert_eq!(common::bits(got), common::bits(expected));
+                assert_eq!(crate::common::bits(got), crate::common::bits(expected));
             }
         }
     }
@@ -630,7 +633,7 @@ thread_local! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: crate::common::cases(1000), ..ProptestConfig::default() })]
 
     #[test]
     fn mutated_config(

@@ -8,7 +8,7 @@ mod exact;
 
 use std::path::PathBuf;
 
-use common::{Weights, awake, prompt, tiny_builder, tiny_weights, weights_dtype};
+use crate::common::{Weights, awake, on_device, prompt, tiny_builder, tiny_weights, weights_dtype};
 use dormouse::{
     Awake, DType, Engine, EngineBuilder, FinishReason, KvCapacity, Request, RequestOutput, SimdPath,
     SleepOptions,
@@ -40,7 +40,7 @@ impl Model {
                 awake(common(tiny_builder(*tied, weights_dtype(weights))), weights)
             }
             Model::Family(directory) => {
-                common(Engine::builder(directory)).build().expect("the checkpoint is valid")
+                common(on_device(Engine::builder(directory))).build().expect("the checkpoint is valid")
             }
         }
     }
@@ -372,7 +372,7 @@ fn b43_prompt_logprobs_over_a_warm_cache() {
 #[test]
 fn b44_cold_warm_chunked_batched() {
     let model = Model::tiny(false, DType::F32);
-    let requests: Vec<Request> = (0..200)
+    let requests: Vec<Request> = (0..crate::common::cases(200).max(20))
         .map(|i| {
             Request::new(prompt(3 + i as usize % 14, i)).temperature(0.0).ignore_eos(true).max_new_tokens(4)
         })

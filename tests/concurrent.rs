@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
 use std::time::{Duration, Instant};
 
-use common::{awake, bits, fresh, prompt, tiny_builder};
+use crate::common::{awake, bits, fresh, prompt, tiny_builder};
 use dormouse::{
     DType, GenerateError, InFlight, KvCapacity, Request, RequestError, RequestOutput, SleepOptions,
 };

@@ -7,11 +7,12 @@ mod reference;
 
 use std::path::PathBuf;
 
+use crate::common::on_device;
 use dormouse::{Engine, KvCapacity};
 
 fn check(family: &str) {
     let directory = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/families").join(family);
-    let engine = Engine::builder(&directory)
+    let engine = on_device(Engine::builder(&directory))
         .kv_cache(KvCapacity::Blocks(64))
         .block_size(4)
         .threads(2)

@@ -9,7 +9,7 @@ mod flight;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use common::{Weights, awake, bits, fresh, tiny_builder};
+use crate::common::{Weights, awake, bits, fresh, parts, tiny_builder};
 use dormouse::{
     Awake, DType, Engine, FinishReason, InFlight, KvCapacity, OnDeadline, Request, RequestError, RequestId,
     RequestOutput, SleepError, SleepOptions, VersionSpan,
@@ -115,12 +115,12 @@ fn b04_refusing_changes_nothing_and_both_requests_finish() {
     let requests = [request(10, 1), request(11, 2)];
     let ids = requests.clone().map(|r| engine.submit(r).unwrap());
     steps(&engine, 3);
-    let (stats, version, memory) = (engine.stats(), engine.version(), engine.memory());
+    let (stats, version, memory) = (engine.stats(), engine.version(), parts(engine.memory()));
     let (engine, error) = engine.sleep(SleepOptions::default()).unwrap_err().into_parts();
     assert!(matches!(error, SleepError::InFlight { live_requests: 2 }), "{error}");
     let (engine, error) = engine.sleep_discarding(SleepOptions::default()).unwrap_err().into_parts();
     assert!(matches!(error, SleepError::InFlight { live_requests: 2 }), "{error}");
-    assert_eq!((engine.stats(), engine.version(), engine.memory()), (stats, version, memory));
+    assert_eq!((engine.stats(), engine.version(), parts(engine.memory())), (stats, version, memory));
     let outputs = finish(&engine);
     for (id, request) in ids.iter().zip(&requests) {
         assert_eq!(bits(&outputs[id]), bits(&fresh(&w0, false, request)));

@@ -8,7 +8,7 @@ mod cycle;
 #[path = "common/trace.rs"]
 mod trace;
 
-use common::{awake, bits, fresh, prompt, tiny_builder};
+use crate::common::{awake, bits, fresh, on_device, parts, prompt, tiny_builder};
 use cycle::{assert_like_fresh, engine, load, request, weights};
 use dormouse::{
     Awake, Checkpoint, DType, Engine, InFlight, KvCapacity, LoadError, MemoryReport, Request, SleepOptions,
@@ -24,7 +24,7 @@ fn c01_a_sleep_settles_then_frees_and_reports_all_of_it() {
     for _ in 0..3 {
         engine.step().unwrap();
     }
-    let (before, stats) = (engine.memory(), engine.stats());
+    let (before, stats) = (parts(engine.memory()), engine.stats());
     assert_eq!((stats.running, stats.waiting), (1, 1), "{stats:?}");
     let log = trace::Log::default();
     let asleep = tracing::subscriber::with_default(log.clone(), || {
@@ -37,8 +37,9 @@ fn c01_a_sleep_settles_then_frees_and_reports_all_of_it() {
     assert_eq!(report.blocks_dropped, stats.blocks_cached + stats.blocks_owned - 1);
     assert_eq!(report.freed, before, "what was there was freed");
     assert_eq!(report.parked_bytes, before.weights_bytes);
-    assert_eq!(asleep.memory().total_bytes(), report.parked_bytes);
+    assert_eq!(parts(asleep.memory()).total_bytes(), report.parked_bytes);
     assert_eq!(asleep.memory().parked_bytes, report.parked_bytes);
+    assert_eq!(asleep.reserved(), before, "an awake engine uses all that it has reserved");
     let lines = log.lines();
     let at = |text: &str| lines.iter().position(|line| line == text).unwrap_or_else(|| panic!("{lines:?}"));
     assert!(at("enter sleep") < at("requests settled") && at("requests settled") < at("asleep"));
@@ -92,7 +93,7 @@ fn c11_b16_sleeping_and_waking_in_every_order_keeps_bytes_and_bits() {
     let w = [weights(1), weights(2)];
     let mut current = 0;
     let mut engine = engine(&w[0]);
-    let before = engine.memory();
+    let before = parts(engine.memory());
     for round in 0..36 {
         let loaded = match round % 6 {
             0 => engine.sleep(SleepOptions::default()).unwrap().restore_weights().unwrap(),
@@ -116,13 +117,13 @@ fn c11_b16_sleeping_and_waking_in_every_order_keeps_bytes_and_bits() {
                 }
             }
         };
-        let memory = loaded.memory();
+        let memory = parts(loaded.memory());
         assert_eq!(
             (memory.weights_bytes, memory.total_bytes()),
             (before.weights_bytes, before.weights_bytes)
         );
         engine = loaded.wake_up().unwrap();
-        assert_eq!(engine.memory(), before, "round {round}");
+        assert_eq!(parts(engine.memory()), before, "round {round}");
         assert_like_fresh(&engine, &w[current], &request(round as u32 % 4));
     }
 }
@@ -131,7 +132,7 @@ fn c11_b16_sleeping_and_waking_in_every_order_keeps_bytes_and_bits() {
 fn loaded_weights_are_parked_and_restored_bit_for_bit() {
     let (w0, w1) = (weights(1), weights(2));
     let engine = engine(&w0);
-    let before = engine.memory();
+    let before = parts(engine.memory());
     let parked_bytes = before.weights_bytes;
     let mut loaded = engine.sleep(SleepOptions::default().resident()).unwrap().restore_weights().unwrap();
     for (round, next) in [&w0, &w1, &w0].into_iter().enumerate() {
@@ -140,14 +141,14 @@ fn loaded_weights_are_parked_and_restored_bit_for_bit() {
         assert_eq!(report.version.as_ref().unwrap().counter, round as u64 + 1);
         assert_eq!(report.freed, MemoryReport { weights_bytes: parked_bytes, ..MemoryReport::default() });
         assert_eq!((report.parked_bytes, report.blocks_dropped), (parked_bytes, 0));
-        assert_eq!(asleep.memory(), MemoryReport { parked_bytes, ..MemoryReport::default() });
+        assert_eq!(parts(asleep.memory()), MemoryReport { parked_bytes, ..MemoryReport::default() });
         loaded = asleep.restore_weights().unwrap();
         assert_eq!(loaded.report().taken_bytes, parked_bytes);
-        assert_eq!(loaded.memory().total_bytes(), parked_bytes);
+        assert_eq!(parts(loaded.memory()).total_bytes(), parked_bytes);
         loaded.verify().unwrap();
         let (current, version) = (if round == 2 { &w1 } else { &w0 }, loaded.version());
         let engine = loaded.wake_up().unwrap();
-        assert_eq!((engine.memory(), Some(engine.version())), (before, version));
+        assert_eq!((parts(engine.memory()), Some(engine.version())), (before, version));
         assert_like_fresh(&engine, current, &request(round as u32));
         loaded = engine.sleep(SleepOptions::default()).unwrap().restore_weights().unwrap();
         loaded.update(next.source()).unwrap();
@@ -169,12 +170,12 @@ fn kept_weights_are_discarded_and_what_held_them_is_free() {
                 asleep.restore_weights().unwrap().park_weights().unwrap()
             }
         };
-        let held = asleep.memory();
+        let held = parts(asleep.memory());
         let (weights_bytes, parked_bytes) = if kind == 0 { (bytes, 0) } else { (0, bytes) };
         assert_eq!(held, MemoryReport { weights_bytes, parked_bytes, ..MemoryReport::default() });
         let asleep = asleep.discard_weights();
         assert_eq!((asleep.report().freed, asleep.report().version.as_ref()), (held, Some(&version)));
-        assert_eq!((asleep.report().parked_bytes, asleep.memory().total_bytes()), (0, 0));
+        assert_eq!((asleep.report().parked_bytes, parts(asleep.memory()).total_bytes()), (0, 0));
         assert_eq!(asleep.state_name(), "sleeping, weights discarded");
         let loaded = load(asleep, &w1);
         assert_eq!((loaded.report().previous.as_ref(), loaded.report().taken_bytes), (Some(&version), bytes));
@@ -225,8 +226,10 @@ fn c20_what_is_not_a_parameter_survives_or_is_rebuilt() {
     for family in ["llama3", "mistral", "qwen2_yarn", "qwen3"] {
         let directory = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/families").join(family);
         let build = || {
-            let builder =
-                Engine::builder(&directory).kv_cache(KvCapacity::Blocks(64)).block_size(4).threads(1);
+            let builder = on_device(Engine::builder(&directory))
+                .kv_cache(KvCapacity::Blocks(64))
+                .block_size(4)
+                .threads(1);
             builder.build().expect("a valid checkpoint")
         };
         let requests: Vec<Request> = [(40, 0.0), (33, 0.9)]
@@ -292,7 +295,7 @@ fn c22_b48_a_version_is_what_the_load_returned_and_its_digest_names_the_weights(
 #[test]
 fn b15_a_cycle_needs_no_more_than_the_awake_engine_has() {
     let (w0, w1) = (weights(1), weights(2));
-    let needed = engine(&w0).memory().total_bytes();
+    let needed = parts(engine(&w0).memory()).total_bytes();
     let weights_bytes = engine(&w0).memory().weights_bytes;
     // Each part is committed in whole pages.
     let limit = needed + 3 * 4096;
@@ -310,7 +313,7 @@ fn b15_a_cycle_needs_no_more_than_the_awake_engine_has() {
     let loaded = load(tight.build_asleep().unwrap(), &w0);
     let (loaded, error) = loaded.wake_up().unwrap_err().into_parts();
     assert!(error.to_string().contains("bytes needed"), "{error}");
-    assert_eq!(loaded.memory().total_bytes(), weights_bytes);
+    assert_eq!(parts(loaded.memory()).total_bytes(), weights_bytes);
     loaded.wake_up().expect_err("as little memory as before");
 }
 

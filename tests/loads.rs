@@ -10,7 +10,9 @@ mod faulty;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use common::{Tensor, Weights, awake, bits, encode, fresh, tiny_builder, tiny_weights};
+use crate::common::{
+    Tensor, Weights, awake, bits, encode, fresh, on_device, parts, tiny_builder, tiny_weights,
+};
 use cycle::{Load, assert_like_fresh, engine, load, request, weights};
 use dormouse::{
     Checkpoint, DType, Engine, KvCapacity, LoadError, Retention, SleepOptions, Sleeping, SourceError,
@@ -38,7 +40,7 @@ fn c07_b18_an_incomplete_load_lists_what_is_missing_and_the_engine_comes_back() 
     let asleep = engine(&w0).sleep_discarding(SleepOptions::default()).unwrap();
     let (asleep, error) = asleep.load_weights(first_layer_only.source()).unwrap_err().into_parts();
     check(error);
-    assert_eq!(asleep.memory().total_bytes(), 0);
+    assert_eq!(parts(asleep.memory()).total_bytes(), 0);
     assert_like_fresh(&load(asleep, &w1).wake_up().unwrap(), &w1, &request(1));
     for options in [SleepOptions::default(), SleepOptions::default().resident()] {
         let asleep = engine(&w0).sleep(options).unwrap();
@@ -195,7 +197,7 @@ fn c18_a_source_that_panics_takes_its_engine_along_and_nothing_else() {
 }
 
 fn save_checkpoint(directory: &std::path::Path, weights: &Weights) {
-    std::fs::write(directory.join("config.json"), common::tiny_config_json(false)).unwrap();
+    std::fs::write(directory.join("config.json"), crate::common::tiny_config_json(false)).unwrap();
     weights.save(&directory.join("model.safetensors"));
 }
 
@@ -204,7 +206,10 @@ fn c27_a_load_reads_what_the_path_holds_now() {
     let (w0, w1) = (weights(1), weights(2));
     let directory = tempfile::tempdir().unwrap();
     save_checkpoint(directory.path(), &w0);
-    let builder = Engine::builder(directory.path()).kv_cache(KvCapacity::Blocks(64)).block_size(4).threads(1);
+    let builder = on_device(Engine::builder(directory.path()))
+        .kv_cache(KvCapacity::Blocks(64))
+        .block_size(4)
+        .threads(1);
     let on_disk = builder.build().unwrap();
     assert_eq!(on_disk.version(), engine(&w0).version(), "files and tensors in memory have one digest");
     assert_like_fresh(&on_disk, &w0, &request(1));

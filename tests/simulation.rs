@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 use std::time::Duration;
 
-use common::{Weights, awake, cut, prompt, tiny_builder, tiny_weights};
+use crate::common::{Weights, awake, cut, prompt, tiny_builder, tiny_weights};
 use dormouse::{
     Awake, Completion, DType, Engine, FinishReason, GenerateError, InFlight, KvCapacity, OnDeadline, Request,
     RequestError, RequestId, RequestOutput, SleepOptions, StepToken, WeightVersion,
@@ -536,8 +536,12 @@ impl Simulation {
     }
 }
 
+fn lives() -> ProptestConfig {
+    ProptestConfig { cases: crate::common::cases(1000), max_shrink_iters: 2000, ..ProptestConfig::default() }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1000, max_shrink_iters: 2000, ..ProptestConfig::default() })]
+    #![proptest_config(lives())]
 
     #[test]
     fn outputs_are_those_of_a_fresh_engine(pool in pool(), ops in prop::collection::vec(op(), 1..50)) {
@@ -556,7 +560,7 @@ fn the_oracle_is_a_new_engine() {
             let ask = Ask { prompt: prompt(9, 2), samples: 2, new_tokens: 9, seed: 4, kind };
             let request = ask.request(64);
             oracle.answer(weights, &Request::new(prompt(30, 5)).max_new_tokens(20));
-            let fresh = common::fresh(&set(weights as u64), true, &request);
+            let fresh = crate::common::fresh(&set(weights as u64), true, &request);
             assert_eq!(exact::output(&oracle.answer(weights, &request)), exact::output(&fresh));
         }
     }

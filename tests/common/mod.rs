@@ -1,11 +1,15 @@
 //! Tiny models with deterministic weights, and a fresh engine as the oracle.
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses a part")]
 
+#[cfg(feature = "cuda")]
+#[path = "gpu.rs"]
+mod gpu;
+
 use std::path::Path;
 
 use dormouse::{
-    Awake, Completion, DType, Engine, EngineBuilder, FinishReason, KvCapacity, ModelConfig, Request,
-    RequestOutput, TensorSet,
+    Awake, Completion, DType, Engine, EngineBuilder, FinishReason, KvCapacity, MemoryReport, ModelConfig,
+    Request, RequestOutput, TensorSet,
 };
 use safetensors::{Dtype, View};
 
@@ -95,11 +99,41 @@ pub fn encode(dtype: DType, shape: Vec<usize>, values: Vec<f32>) -> Tensor {
 
 /// A small engine: 64 blocks of 4 tokens, one thread.
 pub fn tiny_builder(tied: bool, dtype: DType) -> EngineBuilder {
-    EngineBuilder::from_config(tiny_config(tied))
+    on_device(EngineBuilder::from_config(tiny_config(tied)))
         .dtype(dtype)
         .kv_cache(KvCapacity::Blocks(64))
         .block_size(4)
         .threads(1)
+}
+
+/// What an engine holds by its state: without the pinned memory that a GPU's engine keeps in every state.
+pub fn parts(memory: MemoryReport) -> MemoryReport {
+    MemoryReport { staging_bytes: 0, ..memory }
+}
+
+/// Whether the engines of this test program run on an emulated GPU: those of `cuda_suite.rs` do.
+pub fn is_on_gpu() -> bool {
+    env!("CARGO_CRATE_NAME") == "cuda_suite"
+}
+
+/// Of so many random cases: an emulated GPU takes long for each.
+pub fn cases(count: u32) -> u32 {
+    if is_on_gpu() { count.div_ceil(25) } else { count }
+}
+
+/// This test leaves something on the device on purpose.
+pub fn leaks_on_purpose() {
+    #[cfg(feature = "cuda")]
+    gpu::leaks_on_purpose();
+}
+
+/// The builder, for the device that this test program is about.
+pub fn on_device(builder: EngineBuilder) -> EngineBuilder {
+    #[cfg(feature = "cuda")]
+    if is_on_gpu() {
+        return gpu::on_gpu(builder);
+    }
+    builder
 }
 
 pub fn awake(builder: EngineBuilder, weights: &Weights) -> Engine<Awake> {

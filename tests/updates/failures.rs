@@ -96,7 +96,10 @@ fn go_wrong(
     let written = at > 0;
     match wrong {
         Wrong::Dropped => drop(update),
-        Wrong::Forgotten => std::mem::forget(update),
+        Wrong::Forgotten => {
+            crate::common::leaks_on_purpose();
+            std::mem::forget(update);
+        }
         Wrong::Panics => {
             let feeding = AssertUnwindSafe(move || {
                 let _update = update;

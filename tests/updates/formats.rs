@@ -7,7 +7,7 @@ use dormouse::{
     Request, SleepOptions, TensorSet, TransferError, UpdateError, UpdateOptions, WeightsLoaded,
 };
 
-use crate::common::{Tensor, Weights, awake, bits, encode, prompt, tiny_builder, tiny_weights};
+use crate::common::{Tensor, Weights, awake, bits, encode, on_device, prompt, tiny_builder, tiny_weights};
 use crate::cycle::{request, weights};
 use crate::support::{
     EMBEDDING, HEAD, Q, assert_holds, assert_wakes_like_fresh, digest, get, get_mut, known, loaded,
@@ -21,7 +21,12 @@ fn family(name: &str) -> PathBuf {
 }
 
 fn built(directory: &std::path::Path) -> Engine<Awake> {
-    Engine::builder(directory).kv_cache(KvCapacity::Blocks(64)).block_size(4).threads(1).build().unwrap()
+    on_device(Engine::builder(directory))
+        .kv_cache(KvCapacity::Blocks(64))
+        .block_size(4)
+        .threads(1)
+        .build()
+        .unwrap()
 }
 
 fn asked() -> Vec<Request> {
@@ -137,8 +142,9 @@ fn a_builder_with_a_dtype_converts_its_checkpoint() {
     for (name, to) in
         [("llama2", DType::Bf16), ("qwen2", DType::F32), ("qwen3", DType::F16), ("llama3", DType::F32)]
     {
-        let builder =
-            || Engine::builder(family(name)).kv_cache(KvCapacity::Blocks(64)).block_size(4).threads(1);
+        let builder = || {
+            on_device(Engine::builder(family(name))).kv_cache(KvCapacity::Blocks(64)).block_size(4).threads(1)
+        };
         let plain = builder().build().unwrap();
         let names: Vec<String> =
             plain.expected_weights().tensors().iter().map(|spec| spec.name.clone()).collect();

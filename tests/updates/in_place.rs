@@ -7,7 +7,7 @@ use dormouse::{
     UpdateError, UpdateOptions, VerifyError, WakeError, WeightsLoaded,
 };
 
-use crate::common::{Weights, tiny_builder};
+use crate::common::{Weights, on_device, parts, tiny_builder};
 use crate::cycle::{assert_like_fresh, weights};
 use crate::support::{
     EMBEDDING, K, Q, assert_holds, assert_wakes_like_fresh, digest, get, known, loaded, only, spec,
@@ -33,7 +33,7 @@ const ADD_ONE: Delta<'static> =
 fn c07_c18_torn_weights_refuse_all_that_needs_whole_ones() {
     let (w0, w1) = (weights(1), weights(2));
     let mut loaded = torn(&w0, &w1);
-    let bytes = loaded.memory();
+    let bytes = parts(loaded.memory());
     assert_eq!(loaded.version(), None);
     for _ in 0..2 {
         let TensorError::Torn { last } = loaded.tensor(Q).unwrap_err() else { panic!() };
@@ -54,7 +54,7 @@ fn c07_c18_torn_weights_refuse_all_that_needs_whole_ones() {
         assert_eq!(other, &last);
         assert!(error.to_string().contains("torn"), "{error}");
         loaded = back;
-        assert_eq!(loaded.memory(), bytes);
+        assert_eq!(parts(loaded.memory()), bytes);
     }
     assert_eq!(loaded.report().version.counter, 1, "what the load did is no secret");
     assert_eq!(loaded.digest_of(w1.source(), LoadOptions::default()).unwrap(), digest(&w1));
@@ -89,7 +89,7 @@ fn c18_discarding_leads_out_of_torn_weights() {
     let loaded = torn(&w0, &w1);
     let bytes = loaded.memory().weights_bytes;
     let asleep = loaded.discard_weights();
-    assert_eq!(asleep.memory().total_bytes(), 0);
+    assert_eq!(parts(asleep.memory()).total_bytes(), 0);
     let report = asleep.report();
     assert_eq!((report.freed.weights_bytes, report.version.as_ref().unwrap().counter), (bytes, 1));
     let loaded = asleep.load_weights(w1.source()).unwrap();
@@ -98,7 +98,7 @@ fn c18_discarding_leads_out_of_torn_weights() {
     assert_wakes_like_fresh(loaded, &w1);
     // Whole ones are discarded so as well.
     let asleep = crate::support::loaded(&w0).discard_weights();
-    assert_eq!(asleep.memory().total_bytes(), 0);
+    assert_eq!(parts(asleep.memory()).total_bytes(), 0);
     assert_like_fresh(
         &asleep.load_weights(w1.source()).unwrap().wake_up().unwrap(),
         &w1,
@@ -111,12 +111,12 @@ fn c18_discarding_leads_out_of_torn_weights() {
 fn c18_torn_weights_are_not_parked() {
     let (w0, w1) = (weights(1), weights(2));
     let loaded = torn(&w0, &w1);
-    let bytes = loaded.memory();
+    let bytes = parts(loaded.memory());
     let (mut loaded, error) = loaded.park_weights().unwrap_err().into_parts();
     let ParkError::Torn { last } = &error else { panic!("{error}") };
     assert_eq!((last.counter, last.digest), (1, digest(&w0)));
     assert!(error.to_string().contains("torn"), "{error}");
-    assert_eq!((loaded.memory(), loaded.version()), (bytes, None));
+    assert_eq!((parts(loaded.memory()), loaded.version()), (bytes, None));
     // Whole again, they are; the umbrella error takes the refusal too.
     loaded.update(w1.source()).unwrap();
     let loaded = loaded.park_weights().unwrap().restore_weights().unwrap();
@@ -208,7 +208,8 @@ fn b27_c29_each_tensor_of_each_family_changes_alone_in_place_as_beside() {
     for family in ["llama2", "llama3", "smollm2", "mistral", "qwen2", "qwen2_yarn", "qwen3"] {
         let directory = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/families").join(family);
         let engines = [UpdateOptions::default(), in_place()].map(|options| {
-            let builder = Engine::builder(&directory).kv_cache(dormouse::KvCapacity::Blocks(16)).threads(2);
+            let builder =
+                on_device(Engine::builder(&directory)).kv_cache(dormouse::KvCapacity::Blocks(16)).threads(2);
             let engine = builder.build().unwrap();
             (engine.sleep(Default::default()).unwrap().restore_weights().unwrap(), options)
         });

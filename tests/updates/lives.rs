@@ -10,7 +10,7 @@ use dormouse::{
 };
 use proptest::prelude::*;
 
-use crate::common::{Weights, awake, bits, fresh, tiny_builder, tiny_weights};
+use crate::common::{Weights, awake, bits, fresh, parts, tiny_builder, tiny_weights};
 use crate::cycle::request;
 use crate::support::{Feed, WAYS, digest, feed, get, get_mut, only, spec};
 
@@ -327,13 +327,13 @@ impl Model {
             State::Loaded(loaded) => loaded,
             State::Kept(asleep) => {
                 assert_eq!(
-                    asleep.memory().total_bytes(),
+                    parts(asleep.memory()).total_bytes(),
                     asleep.report().parked_bytes.max(asleep.memory().weights_bytes)
                 );
                 return;
             }
             State::Discarded(asleep) => {
-                assert_eq!(asleep.memory().total_bytes(), 0);
+                assert_eq!(parts(asleep.memory()).total_bytes(), 0);
                 return;
             }
         };
@@ -436,7 +436,7 @@ fn step(state: State, model: &mut Model, op: &Op) -> State {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: crate::common::cases(96), ..ProptestConfig::default() })]
 
     #[test]
     fn c13_c15_c18_b28_b48_whatever_happens_the_weights_are_those_that_were_committed(
