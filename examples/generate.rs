@@ -3,6 +3,7 @@
 //! ```sh
 //! cargo run --release --example generate                                   # the small model of this repository
 //! cargo run --release --example generate -- --model DIR "Once upon a time" # any checkpoint with a tokenizer.json
+//! cargo run --release --features cuda --example generate -- --cuda 0       # on a GPU
 //! ```
 
 use std::error::Error;
@@ -20,18 +21,31 @@ fn main() -> std::process::ExitCode {
 fn run() -> Result<(), Box<dyn Error>> {
     let mut model = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/model").to_owned();
     let mut prompt = "47+38=(".to_owned();
+    #[cfg(feature = "cuda")]
+    let mut gpu: Option<u32> = None;
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--model" => model = args.next().ok_or("--model needs a directory")?,
+            #[cfg(feature = "cuda")]
+            "--cuda" => gpu = Some(args.next().ok_or("--cuda needs the number of a GPU")?.parse()?),
             _ if arg.starts_with("--") => {
-                return Err(format!("unknown option {arg}; there is --model").into());
+                return Err(format!(
+                    "unknown option {arg}; there is --model, and --cuda with the feature `cuda`"
+                )
+                .into());
             }
             _ => prompt = arg,
         }
     }
     let tokenizer = Tokenizer::from_file(format!("{model}/tokenizer.json")).map_err(|e| e.to_string())?;
-    let engine = Engine::builder(&model).build()?;
+    let builder = Engine::builder(&model);
+    #[cfg(feature = "cuda")]
+    let builder = match gpu {
+        Some(ordinal) => builder.cuda(ordinal),
+        None => builder,
+    };
+    let engine = builder.build()?;
     let tokens = tokenizer.encode(prompt.as_str(), true).map_err(|e| e.to_string())?.get_ids().to_vec();
 
     let begin = std::time::Instant::now();

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! A request has the fields of `Request` by their names; a line that is not a valid request gets a line with
-//! `error`. Options: `--model DIR`, `--threads N`, `--kv-blocks N`, `--block-size N`, `--no-prefix-cache`,
+//! `error`. Options: `--model DIR`, `--cuda N`, `--threads N`, `--kv-blocks N`, `--block-size N`, `--no-prefix-cache`,
 //! `--max-batch N` (sequences in a step).
 
 use std::collections::BTreeMap;
@@ -69,7 +69,8 @@ fn options() -> Result<EngineBuilder, Box<dyn Error>> {
             .map(|text| text.parse().map_err(|_| format!("{name} needs a number, not {text:?}")))
             .transpose()
     };
-    let known = ["--model", "--threads", "--kv-blocks", "--block-size", "--max-batch", "--no-prefix-cache"];
+    let known =
+        ["--model", "--cuda", "--threads", "--kv-blocks", "--block-size", "--max-batch", "--no-prefix-cache"];
     if let Some(unknown) = args.iter().find(|arg| arg.starts_with("--") && !known.contains(&arg.as_str())) {
         return Err(format!("unknown option {unknown}; there are {}", known.join(", ")).into());
     }
@@ -78,6 +79,9 @@ fn options() -> Result<EngineBuilder, Box<dyn Error>> {
     let mut builder = Engine::builder(model);
     if let Some(threads) = number("--threads")? {
         builder = builder.threads(threads);
+    }
+    if let Some(ordinal) = number("--cuda")? {
+        builder = on_gpu(builder, ordinal)?;
     }
     if let Some(blocks) = number("--kv-blocks")? {
         builder = builder.kv_cache(KvCapacity::Blocks(blocks));
@@ -89,6 +93,16 @@ fn options() -> Result<EngineBuilder, Box<dyn Error>> {
         builder = builder.max_num_seqs(sequences);
     }
     Ok(builder.prefix_cache(!args.iter().any(|arg| arg == "--no-prefix-cache")))
+}
+
+#[cfg(feature = "cuda")]
+fn on_gpu(builder: EngineBuilder, ordinal: usize) -> Result<EngineBuilder, Box<dyn Error>> {
+    Ok(builder.cuda(ordinal.try_into()?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_gpu(_: EngineBuilder, _: usize) -> Result<EngineBuilder, Box<dyn Error>> {
+    Err("--cuda needs a build with the feature `cuda`".into())
 }
 
 fn completions(line: usize, output: &RequestOutput) -> Vec<Value> {

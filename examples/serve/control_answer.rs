@@ -126,6 +126,8 @@ fn memory_json(memory: &MemoryReport) -> Value {
     json!({
         "weights_bytes": memory.weights_bytes,
         "parked_bytes": memory.parked_bytes,
+        "staging_bytes": memory.staging_bytes,
+        "device_bytes": memory.device_bytes,
         "kv_cache_bytes": memory.kv_cache_bytes,
         "workspace_bytes": memory.workspace_bytes,
         "total_bytes": memory.total_bytes(),

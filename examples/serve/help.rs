@@ -11,6 +11,7 @@ serve: one engine behind HTTP
     --token TEXT             what control routes ask for as Authorization: Bearer TEXT
     --weights-root DIR       only weights below it may be named
     --threads N              threads of the engine
+    --cuda N                 on GPU N, if built with the feature `cuda`
     --kv-blocks N            blocks of the KV cache
     --max-live-requests N    more are refused
     --drain-seconds N        how long requests may run on after SIGINT or SIGTERM (10)

@@ -79,6 +79,8 @@ pub(crate) struct Options {
     token: Option<String>,
     weights_root: Option<PathBuf>,
     threads: Option<usize>,
+    #[cfg(feature = "cuda")]
+    gpu: Option<u32>,
     kv_blocks: Option<usize>,
     max_live_requests: Option<usize>,
     drain_seconds: u32,
@@ -96,6 +98,8 @@ impl Options {
             token: None,
             weights_root: None,
             threads: None,
+            #[cfg(feature = "cuda")]
+            gpu: None,
             kv_blocks: None,
             max_live_requests: None,
             drain_seconds: 10,
@@ -112,6 +116,8 @@ impl Options {
                 "--token" => options.token = Some(some(&arg, value()?)?),
                 "--weights-root" => options.weights_root = Some(value()?.into()),
                 "--threads" => options.threads = Some(above_0(&arg, &value()?)?),
+                #[cfg(feature = "cuda")]
+                "--cuda" => options.gpu = Some(number(&arg, &value()?)?),
                 "--kv-blocks" => options.kv_blocks = Some(above_0(&arg, &value()?)?),
                 "--max-live-requests" => options.max_live_requests = Some(above_0(&arg, &value()?)?),
                 "--log" => options.log = log::level(&value()?)?,
@@ -127,6 +133,10 @@ impl Options {
         let mut builder = Engine::builder(&self.model);
         if let Some(threads) = self.threads {
             builder = builder.threads(threads);
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(ordinal) = self.gpu {
+            builder = builder.cuda(ordinal);
         }
         if let Some(blocks) = self.kv_blocks {
             builder = builder.kv_cache(KvCapacity::Blocks(blocks));

@@ -155,7 +155,15 @@ fn shared_schemas() -> Map<String, Value> {
         }),
         &["lifecycle", "paused", "admitting", "epoch", "version", "transaction"],
     );
-    let memory = ["weights_bytes", "parked_bytes", "kv_cache_bytes", "workspace_bytes", "total_bytes"];
+    let memory = [
+        "weights_bytes",
+        "parked_bytes",
+        "kv_cache_bytes",
+        "workspace_bytes",
+        "staging_bytes",
+        "device_bytes",
+        "total_bytes",
+    ];
     let all: Map<_, _> = memory.iter().map(|part| ((*part).to_owned(), count.clone())).collect();
     let memory = closed(&Value::Object(all), &memory);
     let schemas = [("Refusal", refusal), ("Version", version), ("State", state), ("Memory", memory)];
