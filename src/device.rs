@@ -72,6 +72,17 @@ pub struct DeviceMemory {
     pub total_bytes: u64,
 }
 
+/// Commits an arena, then copies these contents in. On an error nothing is committed.
+pub(crate) fn commit_and_write<D: Device + ?Sized>(
+    device: &D,
+    arena: &mut Arena,
+    contents: &[u8],
+) -> Result<(), DeviceError> {
+    arena.commit(contents.len())?;
+    let written = device.write_bytes(arena.view_mut(0, contents.len()), contents);
+    written.inspect_err(|_| _ = arena.decommit())
+}
+
 /// What a matrix product does with its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Output {
@@ -137,9 +148,7 @@ pub(crate) trait Device: Send + Sync + std::fmt::Debug {
 
     /// Commits an arena with these contents. On an error nothing is committed.
     fn commit_with(&self, arena: &mut Arena, contents: &[u8]) -> Result<(), DeviceError> {
-        arena.commit(contents.len())?;
-        let written = self.write_bytes(arena.view_mut(0, contents.len()), contents);
-        written.inspect_err(|_| _ = arena.decommit())
+        commit_and_write(self, arena, contents)
     }
 
     /// Host memory for a large copy of what is on the device.

@@ -15,13 +15,7 @@ struct Gpu(EmulatedDevice);
 
 thread_local! {
     static LEAKS: Cell<bool> = const { Cell::new(false) };
-    static GPU: Gpu = {
-        let device = Emulated::load().device();
-        device.set_granularity(4096);
-        device.set_fill(0xff);
-        device.set_seed(u64::from(device.ordinal.unsigned_abs()) + 1);
-        Gpu(device)
-    };
+    static GPU: Gpu = Gpu(Emulated::load().adverse_device());
 }
 
 pub fn on_gpu(builder: EngineBuilder) -> EngineBuilder {

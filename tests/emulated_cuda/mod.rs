@@ -123,6 +123,16 @@ impl Emulated {
         self.device_at(ordinal)
     }
 
+    /// A device of a test's own, with small pages, so that little memory has many pieces, memory full of NaNs, and an
+    /// order of queued work of its own.
+    pub fn adverse_device(&'static self) -> EmulatedDevice {
+        let device = self.device();
+        device.set_granularity(4096);
+        device.set_fill(0xff);
+        device.set_seed(u64::from(device.ordinal.unsigned_abs()) + 1);
+        device
+    }
+
     /// The device of an ordinal, or the calls of [`NO_DEVICE`].
     pub fn device_at(&'static self, ordinal: i32) -> EmulatedDevice {
         EmulatedDevice { ordinal, hooks: &self.hooks }

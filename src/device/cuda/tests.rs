@@ -54,11 +54,7 @@ fn emulated_gpu() -> (EmulatedDevice, CudaDevice) {
 }
 
 fn new_emulated() -> EmulatedDevice {
-    let emulated = Emulated::load().device();
-    emulated.set_granularity(4096);
-    emulated.set_fill(0xff);
-    emulated.set_seed(u64::from(emulated.ordinal.unsigned_abs()) + 1);
-    emulated
+    Emulated::load().adverse_device()
 }
 
 fn options(emulated: EmulatedDevice) -> CudaOptions {

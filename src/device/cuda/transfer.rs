@@ -11,7 +11,7 @@ use super::kernels::{Arguments, Kernel, Shape};
 use super::memory::CudaPages;
 use super::pinned::Pinned;
 use super::{CudaDevice, packed_bytes};
-use crate::device::{Arena, DeviceError, MatrixShape, View, ViewMut, share_chunks};
+use crate::device::{Arena, DeviceError, MatrixShape, View, ViewMut, commit_and_write, share_chunks};
 use crate::weights::DType;
 
 /// Bytes that one of the host's threads copies at a time.
@@ -158,9 +158,7 @@ impl CudaDevice {
     /// Commits an arena with these contents: each piece of memory is filled while the next is being mapped.
     pub(super) fn restore(&self, arena: &mut Arena, contents: &[u8]) -> Result<(), DeviceError> {
         let Some(parts) = self.parking.parts(contents) else {
-            arena.commit(contents.len())?;
-            let written = self.write(arena.view_mut(0, contents.len()), contents);
-            return written.inspect_err(|_| _ = arena.decommit());
+            return commit_and_write(self, arena, contents);
         };
         let mut done = 0;
         // Committing waits for the stream before it returns, and before it unmaps what it mapped.

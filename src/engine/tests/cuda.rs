@@ -48,11 +48,7 @@ impl Gpu {
 }
 
 fn emulated() -> EmulatedDevice {
-    let emulated = Emulated::load().device();
-    emulated.set_granularity(PAGE);
-    emulated.set_fill(0xff);
-    emulated.set_seed(u64::from(emulated.ordinal.unsigned_abs()) + 1);
-    emulated
+    Emulated::load().adverse_device()
 }
 
 fn device(emulated: EmulatedDevice, memory_limit_bytes: Option<u64>, keep: bool) -> Arc<CudaDevice> {

@@ -11,9 +11,7 @@ use crate::request::{Request, SamplingParams};
 
 /// An engine on an emulated GPU of the test's own.
 fn engine() -> (EmulatedDevice, Engine<Awake>) {
-    let emulated = Emulated::load().device();
-    emulated.set_granularity(4096);
-    emulated.set_fill(0xff);
+    let emulated = Emulated::load().adverse_device();
     let ordinal = emulated.ordinal.unsigned_abs();
     let options = CudaOptions { ordinal, memory_limit_bytes: None, keep_parking_memory: true };
     (emulated, awake_on(Arc::new(CudaDevice::open(options, cpu()).unwrap()), 1))

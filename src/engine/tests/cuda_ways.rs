@@ -36,10 +36,7 @@ fn config_of(tied: bool, vocab_size: usize) -> ModelConfig {
 
 /// An emulated GPU of this test's own, with small pages.
 fn gpu() -> (EmulatedDevice, Arc<CudaDevice>) {
-    let emulated = Emulated::load().device();
-    emulated.set_granularity(4096);
-    emulated.set_fill(0xff);
-    emulated.set_seed(u64::from(emulated.ordinal.unsigned_abs()) + 1);
+    let emulated = Emulated::load().adverse_device();
     (emulated, open(emulated))
 }
 
